@@ -1,0 +1,47 @@
+"""fsdp_ciera: bit-identical FSDP2 all-gathers in fewer bytes.
+
+    from fsdp_ciera import CieraPolicy, fully_shard
+
+    policy = CieraPolicy.paper()
+    for layer in model.model.layers:
+        fully_shard(layer, ciera_policy=policy)
+    fully_shard(model, ciera_policy=policy)
+"""
+
+from fsdp_ciera.attach import AttachReport, attach, detach, fully_shard, invalidate, stats
+from fsdp_ciera.errors import (
+    CieraConflictError,
+    CieraDecodeError,
+    CieraDesyncError,
+    CieraMismatchError,
+    CieraPeerError,
+    CieraPolicyError,
+    CieraVerifyError,
+    RecipeError,
+    UnsupportedTorchError,
+)
+from fsdp_ciera.policy import CieraPolicy
+from fsdp_ciera.statistics import Bytes, CieraStats
+from fsdp_ciera.version import __version__
+
+__all__ = [
+    "AttachReport",
+    "Bytes",
+    "CieraConflictError",
+    "CieraDecodeError",
+    "CieraDesyncError",
+    "CieraMismatchError",
+    "CieraPeerError",
+    "CieraPolicy",
+    "CieraPolicyError",
+    "CieraStats",
+    "CieraVerifyError",
+    "RecipeError",
+    "UnsupportedTorchError",
+    "__version__",
+    "attach",
+    "detach",
+    "fully_shard",
+    "invalidate",
+    "stats",
+]

@@ -1,0 +1,197 @@
+"""The one file that touches FSDP2's private names (torch 2.9 to 2.14).
+
+What differs between the versions: an FSDP state holds one parameter group (`_fsdp_param_group`, up to 2.11) or a list
+of them (`_fsdp_param_groups`, from 2.12), and c10d's gather of one tensor is `all_gather_into_tensor` (up to 2.12) or
+`all_gather_single` (from 2.13, where the old name warns). The public `set_custom_all_gather` refuses modules with
+several parameter groups, which is what experts on a mesh of their own give; so the collective is set on each group
+directly, as FSDP2 itself does for symmetric memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_ciera.errors import UnsupportedTorchError
+
+OLDEST_TORCH = (2, 9)
+NEWEST_TORCH = (2, 14)
+
+
+def check_torch_version(version: str) -> None:
+    """Raises `UnsupportedTorchError` unless `version` is a torch whose FSDP2 takes a custom all-gather."""
+    major, minor = (int(part) for part in version.split("+")[0].split(".")[:2])
+    if (major, minor) < OLDEST_TORCH:
+        raise UnsupportedTorchError(
+            f"fsdp_ciera needs torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer (FSDP2's custom all-gather came with "
+            f"it), but torch {version} is installed: pip install 'torch>=2.9'"
+        )
+
+
+def _check_private_names() -> None:
+    missing = [
+        name
+        for owner, name in (
+            (FSDPParamGroup, "lazy_init"),
+            (FSDPParamGroup, "unshard"),
+            (FSDPModule, "set_custom_all_gather"),
+            (FSDPModule, "_get_fsdp_state"),
+        )
+        if not hasattr(owner, name)
+    ]
+    if missing:
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} has an FSDP2 that fsdp_ciera does not know (it lacks {', '.join(missing)}). "
+            f"Supported are torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} to {NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}"
+        )
+
+
+check_torch_version(torch.__version__)
+try:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+except ImportError as error:
+    raise UnsupportedTorchError(
+        f"torch {torch.__version__} has an FSDP2 that fsdp_ciera does not know ({error}). "
+        f"Supported are torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} to {NEWEST_TORCH[0]}.{NEWEST_TORCH[1]}"
+    ) from error
+_check_private_names()
+
+__all__ = [
+    "AllGather",
+    "FSDPModule",
+    "FSDPParamGroup",
+    "all_gather_bytes",
+    "all_gather_flat",
+    "check_torch_version",
+    "gather_world_sizes",
+    "get_comm",
+    "group_phase",
+    "is_default_comm",
+    "param_groups",
+    "param_names_and_sizes",
+    "restore_default_comm",
+    "set_comm",
+    "shard_world_size",
+    "sibling_groups",
+    "torch_fully_shard",
+]
+
+
+def all_gather_flat(output: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> Any:
+    """One c10d all-gather of `local` ([n]) into `output` ([world_size * n]), under the name this torch has for it."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, local, group=group, async_op=async_op)
+
+
+def all_gather_bytes(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """uint8 [n], the same n on every rank -> uint8 [world_size, n]."""
+    world_size = group.size()
+    gathered = torch.empty(world_size, local.numel(), dtype=torch.uint8, device=local.device)
+    all_gather_flat(gathered.view(-1), local, group, async_op=False)
+    return gathered
+
+
+def param_groups(module: nn.Module) -> list[FSDPParamGroup]:
+    """The parameter groups that `fully_shard` made for exactly this module (none if it holds no parameter itself)."""
+    return _groups_of_state(cast(FSDPModule, module)._get_fsdp_state())
+
+
+def _groups_of_state(state: Any) -> list[FSDPParamGroup]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.9 to 2.11: one group or none
+        only = state._fsdp_param_group
+        groups = [] if only is None else [only]
+    return list(groups)
+
+
+def get_comm(group: FSDPParamGroup) -> AllGather:
+    """The all-gather object that the group calls."""
+    return cast(AllGather, group._all_gather_comm)
+
+
+def is_default_comm(comm: AllGather) -> bool:
+    """Whether `comm` is FSDP2's own plain all-gather (and not a symmetric-memory, pooled or user-made one)."""
+    return type(comm) is DefaultAllGather
+
+
+def set_comm(group: FSDPParamGroup, comm: AllGather) -> None:
+    """Makes the group call `comm` from the next gather on."""
+    group._all_gather_comm = comm
+
+
+def restore_default_comm(group: FSDPParamGroup) -> None:
+    """Makes the group call FSDP2's plain all-gather again."""
+    group._all_gather_comm = DefaultAllGather()
+
+
+def param_names_and_sizes(group: FSDPParamGroup, dtype: torch.dtype) -> tuple[str, list[str], list[int]]:
+    """The group's module name, and per gathered stretch its parameter name and its length in elements of `dtype`.
+
+    Names are full from the root once the root has run its first forward, relative to the FSDP module before. Lengths
+    are those of the padded local shard that the group gathers in its present state; in a uint8 buffer (a group of
+    several dtypes) they are in bytes.
+    """
+    relative = {
+        id(submodule): prefix for root in reversed(group.modules) for prefix, submodule in root.named_modules()
+    }
+    names: list[str] = []
+    sizes: list[int] = []
+    for param in group.fsdp_params:
+        name = param._param_fqn
+        if name is None:
+            prefix = relative.get(id(param._module_info.module), "")
+            name = f"{prefix}.{param._module_info.param_name}" if prefix else param._module_info.param_name
+        for tensor in _gathered_tensors(param):
+            item_bytes = (param.param_dtype or tensor.dtype).itemsize
+            names.append(name)
+            sizes.append(tensor.numel() * item_bytes // dtype.itemsize if dtype == torch.uint8 else tensor.numel())
+    return group._module_fqn or type(group.modules[0]).__name__, names, sizes
+
+
+def _gathered_tensors(param: Any) -> Sequence[torch.Tensor]:
+    if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
+        return ()  # an extension makes its own inputs: the layout then falls back to one raw run
+    if param.sharded_state.name == "SHARDED_POST_FORWARD":
+        return (param._sharded_post_forward_param_data,)
+    return (param._sharded_param_data,)
+
+
+def group_phase(group: FSDPParamGroup) -> str:
+    """What the gather is for: "forward", "backward", or "other" (a call of `unshard()` by the user)."""
+    state = group._training_state
+    if state == TrainingState.FORWARD:
+        return "forward"
+    return "backward" if state == TrainingState.PRE_BACKWARD else "other"
+
+
+def shard_world_size(group: FSDPParamGroup) -> int:
+    """The number of ranks that a full gather of this group spans."""
+    return int(getattr(group.mesh_info, "shard_mesh_size", 1))
+
+
+def gather_world_sizes(group: FSDPParamGroup) -> list[int]:
+    """The sizes of all process groups that this group's parameters are gathered over.
+
+    Two with `reshard_after_forward=<int>` (the whole shard mesh in forward, the smaller one in backward), otherwise one.
+    """
+    post_forward = group.post_forward_mesh_info
+    sizes = [shard_world_size(group)]
+    if post_forward is not None and post_forward is not group.mesh_info:
+        sizes.append(int(post_forward.shard_mesh_size))
+    return sizes
+
+
+def sibling_groups(group: FSDPParamGroup) -> list[FSDPParamGroup]:
+    """All parameter groups under the same FSDP root, in the root's order; just `group` before the root's first forward."""
+    state = cast(FSDPModule, group.modules[0])._get_fsdp_state()
+    groups = [sibling for other in state._state_ctx.all_states for sibling in _groups_of_state(other)]
+    return groups if any(sibling is group for sibling in groups) else [group]

@@ -1,0 +1,165 @@
+"""The public surface: put compressed all-gathers on FSDP2 modules, take them off, and read what they did."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+
+from fsdp_ciera._compat import (
+    FSDPModule,
+    FSDPParamGroup,
+    get_comm,
+    is_default_comm,
+    param_groups,
+    restore_default_comm,
+    set_comm,
+    shard_world_size,
+    torch_fully_shard,
+)
+from fsdp_ciera.collective import CieraAllGather
+from fsdp_ciera.errors import CieraConflictError, CieraPolicyError
+from fsdp_ciera.policy import CieraPolicy
+from fsdp_ciera.statistics import CieraStats
+
+ModuleT = TypeVar("ModuleT", nn.Module, list[nn.Module])
+
+
+@dataclass(frozen=True)
+class AttachReport:
+    """What `attach` did: the FSDP modules that gather through fsdp_ciera from now on."""
+
+    modules: tuple[str, ...]
+    num_groups: int
+    world_size: int
+
+    def __str__(self) -> str:
+        note = "; world_size is 1, so nothing will be gathered" if self.world_size == 1 else ""
+        return f"fsdp_ciera: {self.num_groups} groups of {len(self.modules)} FSDP modules attached{note}"
+
+
+@functools.wraps(torch_fully_shard)
+def fully_shard(module: ModuleT, *, ciera_policy: CieraPolicy | None = None, **fsdp_arguments: Any) -> ModuleT:
+    """torch's `fully_shard`, and with a `ciera_policy` the module's all-gathers run through fsdp_ciera.
+
+    Every other argument goes to torch unchanged, and the return value is torch's. Without a policy the module is stock
+    FSDP2. All ranks must pass the same policy; the first gather checks that. For what it costs see `CieraPolicy`.
+
+    Raises `CieraPolicyError` when `ciera_policy` is no `CieraPolicy`, or when the module is already under FSDP2 (then
+    `attach` is the call), and whatever torch's `fully_shard` raises.
+    """
+    if ciera_policy is None:
+        return torch_fully_shard(module, **fsdp_arguments)  # type: ignore[no-any-return]
+    _check_policy(ciera_policy, "ciera_policy")
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    for one in modules:
+        if isinstance(one, FSDPModule):
+            raise CieraPolicyError(
+                f"{type(one).__name__} is already under FSDP2, so fully_shard(ciera_policy=...) cannot shard it again: "
+                "call fsdp_ciera.attach(model, policy) to compress the all-gathers of a model that is already sharded"
+            )
+    sharded = torch_fully_shard(module, **fsdp_arguments)
+    for group in param_groups(modules[0]):
+        set_comm(group, CieraAllGather(group, ciera_policy))
+    return sharded  # type: ignore[no-any-return]
+
+
+fully_shard.state = torch_fully_shard.state  # type: ignore[attr-defined]
+
+
+def attach(model: nn.Module, policy: CieraPolicy) -> AttachReport:
+    """Compresses the all-gathers of every FSDP2 module in `model`, whoever sharded it, from the next gather on.
+
+    Call it on all ranks with the same policy, at any time between steps. Modules with several parameter groups (experts
+    on a mesh of their own) get one collective per group.
+
+    Raises `CieraPolicyError` when there is no FSDP2 module or the policy is none, `CieraConflictError` when a module
+    already has a custom all-gather (ours or another); then nothing has been changed.
+    """
+    _check_policy(policy, "policy")
+    found = list(_fsdp_modules(model))
+    if not found:
+        raise CieraPolicyError(
+            f"{type(model).__name__} holds no FSDP2 module: call fully_shard on it first, or "
+            "fsdp_ciera.fully_shard(module, ciera_policy=policy) instead"
+        )
+    for name, group in _groups(model):
+        comm = get_comm(group)
+        if isinstance(comm, CieraAllGather):
+            raise CieraConflictError(f"module {name!r} already has a CieraPolicy: call fsdp_ciera.detach(model) first")
+        if not is_default_comm(comm):
+            raise CieraConflictError(
+                f"module {name!r} already has a custom all-gather, {type(comm).__name__}: fsdp_ciera replaces the "
+                "all-gather, so it cannot be combined with symmetric memory, process-group allocation or another "
+                "custom one. Turn that off before attach()"
+            )
+    groups = list(_groups(model))
+    for _, group in groups:
+        set_comm(group, CieraAllGather(group, policy))
+    world_size = max((shard_world_size(group) for _, group in groups), default=1)
+    return AttachReport(tuple(name for name, _ in found), len(groups), world_size)
+
+
+def detach(model: nn.Module) -> None:
+    """Makes every FSDP2 module in `model` gather as stock FSDP2 again, and frees the caches. Call it on all ranks."""
+    for _, group in _groups(model):
+        if isinstance(get_comm(group), CieraAllGather):
+            restore_default_comm(group)
+
+
+def invalidate(model: nn.Module) -> None:
+    """Drops all caches of `model`: the next gather of every group is a full one.
+
+    Never needed for correctness (the encoder compares bytes, so `load_state_dict` and `param.data` writes are seen); it
+    frees memory, and clears doubt after an exception. One rank alone may call it: the others follow at the next gather.
+    """
+    for comm in _comms(model):
+        comm.invalidate()
+
+
+def stats(model: nn.Module) -> CieraStats:
+    """What this rank sent for the parameter gathers of `model`, since `attach` or `fully_shard`. No communication.
+
+    Raises `CieraConflictError` when no module of `model` gathers through fsdp_ciera (nobody attached it, or another tool
+    has replaced the all-gather).
+    """
+    comms = list(_comms(model))
+    if not comms:
+        raise CieraConflictError(
+            f"no module of {type(model).__name__} gathers through fsdp_ciera: call attach(model, policy), or see whether "
+            "another tool has replaced the all-gather since"
+        )
+    report = CieraStats(world_size=max(shard_world_size(comm.param_group) for comm in comms))
+    for comm in comms:
+        report.merge(comm.stats())
+    return report
+
+
+def _check_policy(policy: object, argument: str) -> None:
+    if not isinstance(policy, CieraPolicy):
+        raise CieraPolicyError(f"{argument}={policy!r} must be a fsdp_ciera.CieraPolicy, for example CieraPolicy.paper()")
+
+
+def _fsdp_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            yield name or type(module).__name__, module
+
+
+def _groups(model: nn.Module) -> Iterator[tuple[str, FSDPParamGroup]]:
+    seen: set[int] = set()  # fully_shard([a, b]) gives several modules the same group
+    for name, module in _fsdp_modules(model):
+        for group in param_groups(module):
+            if id(group) not in seen:
+                seen.add(id(group))
+                yield name, group
+
+
+def _comms(model: nn.Module) -> Iterator[CieraAllGather]:
+    for _, group in _groups(model):
+        comm = get_comm(group)
+        if isinstance(comm, CieraAllGather):
+            yield comm

@@ -1,0 +1,75 @@
+"""The command line: `ciera <command>`. A command is one function here and one line in `_COMMANDS`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from fsdp_ciera.errors import CieraPolicyError, RecipeError
+
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code.
+
+    0: done; 2: the arguments, a recipe or a policy are wrong, said in one line on stderr; 130: interrupted; otherwise
+    what the command says.
+    """
+    parsed = _parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = parsed.run
+    try:
+        return run(parsed)
+    except (RecipeError, CieraPolicyError) as error:
+        # Such errors are raised on all ranks; one line per machine is enough.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"ciera: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _add_finetune(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "finetune",
+        help="fine-tune a model as a recipe says",
+        description="Fine-tune a model as a TOML recipe says, on parallel.ranks processes of this machine, or as one "
+        "rank when started by torchrun.",
+    )
+    parser.add_argument("recipe", metavar="RECIPE.toml")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="override one key of the recipe, such as train.steps=20 or ciera.policy=none; may be repeated",
+    )
+    parser.set_defaults(run=_finetune)
+
+
+def _finetune(parsed: argparse.Namespace) -> int:
+    from fsdp_ciera.recipes.launch import launch
+
+    return launch(parsed.recipe, parsed.overrides)
+
+
+_COMMANDS: tuple[Callable[[_Commands], None], ...] = (_add_finetune,)
+"""Each adds one sub-command, with `set_defaults(run=function)`; the function takes the parsed arguments and returns the
+exit code. What is slow to import is imported in the function."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ciera", description="Bit-identical FSDP2 all-gathers in fewer bytes.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"ciera {version('fsdp-ciera')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add_command in _COMMANDS:
+        add_command(commands)
+    return parser

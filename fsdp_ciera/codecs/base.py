@@ -1,0 +1,85 @@
+"""What a codec is. A new one is a subclass of `RunCodec` with its name added to `fsdp_ciera.codecs.CODECS`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+
+from fsdp_ciera.entropy import Section
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class StoredSection(NamedTuple):
+    """A received section: its coding number and its bytes (uint8 array, a view into the receive buffer)."""
+
+    coding: int
+    data: np.ndarray
+
+
+class RunCodec(ABC):
+    """Codec and state of one run (a stretch of a group's buffer) on one rank: sender of its own shard, receiver of all others.
+
+    A payload holds, for each run, a *fixed part* whose size all ranks know beforehand, and `num_sections` *sections* of
+    any size. Per gather the four methods below are called once each in this order; they are the paper's nodes Hash, Cmp,
+    PreDecmp and Decmp. Sender and receiver state move in lockstep: when `compress` has run on every rank and
+    `decompress` for every peer, each cache describes exactly what that gather carried. After `forget` on all ranks the
+    next gather must be decodable without any earlier one.
+
+    Arguments: `num_values` values of `dtype` a rank, `num_peers` other ranks, `block_size` values a block. A codec keeps
+    no reference to tensors passed in.
+    """
+
+    name: ClassVar[str]
+    num_sections: ClassVar[int] = 0
+
+    def __init__(self, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> None:
+        self.num_values = num_values
+        self.dtype = dtype
+        self.block_size = block_size
+        self.num_peers = num_peers
+
+    @classmethod
+    def supports(cls, dtype: torch.dtype) -> bool:
+        """Whether values of `dtype` can be sent; runs of other dtypes go raw."""
+        return True
+
+    @classmethod
+    @abstractmethod
+    def cache_bytes(cls, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> int:
+        """Bytes that sender and receiver state of a run take on one rank once a gather has run."""
+
+    @property
+    @abstractmethod
+    def fixed_bytes(self) -> int:
+        """Bytes of the fixed part of one rank's payload for this run."""
+
+    def detect(self, values: torch.Tensor) -> None:
+        """Hash: finds what changed in the own shard [num_values] since the last gather."""
+        return None
+
+    @abstractmethod
+    def compress(self, values: torch.Tensor, fixed: torch.Tensor) -> Sequence[Section]:
+        """Cmp: writes the fixed part (uint8 [fixed_bytes]) and returns the `num_sections` sections."""
+
+    def prepare(self) -> None:
+        """PreDecmp: what can be readied at the receiver before the payload is there."""
+        return None
+
+    @abstractmethod
+    def decompress(
+        self, first_peer: int, fixed: torch.Tensor, sections: Sequence[Sequence[StoredSection]], out: torch.Tensor
+    ) -> None:
+        """Decmp: restores the shards of consecutive peers, bit for bit, and moves their caches on.
+
+        `first_peer` counts the other ranks from 0; `fixed` is uint8 [peers, fixed_bytes], `sections[i]` peer i's
+        sections, `out` [peers, num_values] of `dtype`, strided. Raises `CieraDecodeError` for what cannot be decoded.
+        """
+
+    def forget(self) -> None:
+        """Drops all state: the next gather is a full one."""
+        return None

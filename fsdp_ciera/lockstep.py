@@ -1,0 +1,155 @@
+"""`LockstepState`: everything one rank remembers about one stream of gathers, and encode and decode on top of it.
+
+A stream is what the same parameter group sends over the same process group with the same dtype and length; with
+`reshard_after_forward=<int>` forward and backward are two streams.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import record_function
+
+from fsdp_ciera.codecs import CODECS, RunCodec, StoredSection
+from fsdp_ciera.entropy import Section
+from fsdp_ciera.errors import CieraDecodeError
+from fsdp_ciera.layout import Layout
+from fsdp_ciera.wire import payload_bytes, read_sections
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What a rank sends: the runs' fixed parts in one tensor (uint8), and all sections in run order."""
+
+    fixed: torch.Tensor
+    sections: tuple[Section, ...]
+    run_bytes: tuple[int, ...]
+    """Fixed part, table entries and sections of each run, in bytes."""
+
+    @classmethod
+    def raw(cls, local: torch.Tensor, layout: Layout) -> Encoded:
+        """A layout without codecs sends the shard itself."""
+        return cls(local.view(torch.uint8), (), tuple(run.num_values * layout.dtype.itemsize for run in layout.runs))
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the payload."""
+        return payload_bytes(self.fixed, self.sections)
+
+
+class LockstepState:
+    """Sender and receiver state of one stream of gathers.
+
+    `sequence` counts the gathers that were completed, on all ranks alike. `base` is the gather that the caches describe:
+    `sequence`, or 0 when there is none and the next gather must be a full one.
+    """
+
+    def __init__(self, layout: Layout, block_size: int, world_size: int, rank: int) -> None:
+        self.layout = layout
+        self.world_size = world_size
+        self.rank = rank
+        self.codecs: tuple[RunCodec, ...] = tuple(
+            CODECS[run.codec](run.num_values, layout.dtype, block_size, world_size - 1) for run in layout.runs
+        )
+        self._cache_bytes = sum(
+            CODECS[run.codec].cache_bytes(run.num_values, layout.dtype, block_size, world_size - 1)
+            for run in layout.runs
+        )
+        self.sequence = 0
+        self.base = 0
+        self.checksums: tuple[int, ...] | None = None
+        """Every rank's checksum in the last gather: equal again means that no weight changed."""
+        self.stage_seconds: dict[str, float] = dict.fromkeys(("Hash", "Cmp", "AllGather", "PreDecmp", "Decmp"), 0.0)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of caches held now."""
+        return self._cache_bytes if self.base else 0
+
+    def forget(self) -> None:
+        """Drops all caches: the next gather is a full one on all ranks."""
+        self.base = 0
+        self.checksums = None
+        for codec in self.codecs:
+            codec.forget()
+
+    def commit(self, sequence: int, checksums: tuple[int, ...]) -> None:
+        """Gather `sequence` is complete: the caches describe it."""
+        self.sequence = self.base = sequence
+        self.checksums = checksums
+
+    def encode(self, local: torch.Tensor) -> Encoded:
+        """Hash and Cmp of the own shard [num_values]. Moves the sender state on."""
+        fixed = torch.empty(sum(codec.fixed_bytes for codec in self.codecs), dtype=torch.uint8)
+        with self.stage("Hash"):
+            for run, codec in zip(self.layout.runs, self.codecs, strict=True):
+                codec.detect(local[run.start : run.stop])
+        sections: list[Section] = []
+        run_bytes: list[int] = []
+        with self.stage("Cmp"):
+            position = 0
+            for run, codec in zip(self.layout.runs, self.codecs, strict=True):
+                part = fixed[position : position + codec.fixed_bytes]
+                made = codec.compress(local[run.start : run.stop], part)
+                assert len(made) == codec.num_sections, (codec.name, len(made))
+                sections += made
+                run_bytes.append(payload_bytes(part, made))
+                position += codec.fixed_bytes
+        return Encoded(fixed, tuple(sections), tuple(run_bytes))
+
+    def prepare(self) -> None:
+        """PreDecmp."""
+        with self.stage("PreDecmp"):
+            for codec in self.codecs:
+                codec.prepare()
+
+    def decode(self, payloads: torch.Tensor, num_bytes: Sequence[int], output: torch.Tensor) -> None:
+        """Decmp: payloads uint8 [world_size, padded] of `num_bytes` each -> the other ranks' slots of `output`.
+
+        `output` is [world_size, num_values]; the own slot is left alone. Raises `CieraDecodeError` naming the rank whose
+        payload is damaged.
+        """
+        fixed_bytes = sum(codec.fixed_bytes for codec in self.codecs)
+        num_sections = sum(codec.num_sections for codec in self.codecs)
+        with self.stage("Decmp"):
+            for ranks in (range(self.rank), range(self.rank + 1, self.world_size)):
+                if not ranks:
+                    continue
+                first_peer = ranks.start if ranks.start < self.rank else ranks.start - 1
+                try:
+                    tables = [read_sections(payloads[r, : num_bytes[r]], fixed_bytes, num_sections) for r in ranks]
+                    self._decode_ranks(first_peer, payloads[ranks.start : ranks.stop], tables,
+                                       output[ranks.start : ranks.stop])  # fmt: skip
+                except CieraDecodeError as error:
+                    raise CieraDecodeError(f"in the payloads of ranks {ranks.start} to {ranks.stop - 1}: {error}") from None
+
+    def _decode_ranks(
+        self,
+        first_peer: int,
+        payloads: torch.Tensor,
+        tables: Sequence[Sequence[StoredSection]],
+        output: torch.Tensor,
+    ) -> None:
+        position = first_section = 0
+        for run, codec in zip(self.layout.runs, self.codecs, strict=True):
+            last_section = first_section + codec.num_sections
+            codec.decompress(
+                first_peer,
+                payloads[:, position : position + codec.fixed_bytes],
+                [table[first_section:last_section] for table in tables],
+                output[:, run.start : run.stop],
+            )
+            position += codec.fixed_bytes
+            first_section = last_section
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Times one of the paper's nodes and names it in a profile."""
+        start = time.perf_counter()
+        with record_function(f"Ciera::{name}"):
+            yield
+        self.stage_seconds[name] += time.perf_counter() - start

@@ -1,0 +1,82 @@
+"""The plan: which codec each parameter's shard is sent with. Decided once per group, from figures that all ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from fsdp_ciera._compat import (
+    FSDPParamGroup,
+    gather_world_sizes,
+    get_comm,
+    param_names_and_sizes,
+    shard_world_size,
+    sibling_groups,
+)
+from fsdp_ciera.codecs import CODECS
+from fsdp_ciera.policies.budget import select_within_budget
+from fsdp_ciera.policies.categories import categorize
+
+if TYPE_CHECKING:
+    from fsdp_ciera.collective import CieraAllGather
+
+
+class _Shard(NamedTuple):
+    comm: CieraAllGather
+    codec: str
+    cache_bytes: int
+
+
+def codecs_of(comm: CieraAllGather, dtype: torch.dtype) -> Sequence[str]:
+    """The codec of every parameter of `comm`'s group when gathered as `dtype`.
+
+    The first call plans for all groups under the same FSDP root that carry the same policy, since they share its
+    `cache_budget`. A group that is planned keeps its plan, and its share of the budget.
+    """
+    if comm.planned_codecs is None:
+        _plan(comm, dtype)
+    assert comm.planned_codecs is not None
+    return tuple(codec if CODECS[codec].supports(dtype) else "raw" for codec in comm.planned_codecs)
+
+
+def _plan(first: CieraAllGather, dtype: torch.dtype) -> None:
+    from fsdp_ciera.collective import CieraAllGather
+
+    policy = first.policy
+    comms = [get_comm(group) for group in sibling_groups(first.param_group)]
+    peers = [comm for comm in comms if isinstance(comm, CieraAllGather) and comm.policy == policy]
+    budget_bytes = policy.cache_budget_bytes
+    shards: list[_Shard] = []
+    for comm in peers:
+        if comm.planned_codecs is not None:
+            if budget_bytes is not None:
+                budget_bytes -= sum(s.cache_bytes for s in _shards(comm, comm.planned_codecs, dtype))
+            continue
+        _, names, _ = param_names_and_sizes(comm.param_group, dtype)
+        shards += _shards(comm, [policy.codec_for(categorize(name)) for name in names], dtype)
+    keep = select_within_budget([shard.cache_bytes for shard in shards], budget_bytes)
+    for comm in peers:
+        if comm.planned_codecs is None:
+            mine = [(shard, kept) for shard, kept in zip(shards, keep, strict=True) if shard.comm is comm]
+            comm.planned_codecs = tuple(shard.codec if kept else "raw" for shard, kept in mine)
+
+
+def _shards(comm: CieraAllGather, codecs: Sequence[str], dtype: torch.dtype) -> list[_Shard]:
+    _, _, sizes = param_names_and_sizes(comm.param_group, dtype)
+    return [
+        _Shard(comm, codec, cache_bytes_of(comm.param_group, codec, size, dtype, comm.policy.block_size))
+        for codec, size in zip(codecs, sizes, strict=True)
+    ]
+
+
+def cache_bytes_of(group: FSDPParamGroup, codec: str, shard_values: int, dtype: torch.dtype, block_size: int) -> int:
+    """Most bytes of cache on one rank for a parameter with `shard_values` values in the full shard mesh, in all gathers."""
+    world_size = shard_world_size(group)
+    if not CODECS[codec].supports(dtype):
+        return 0
+    return sum(
+        CODECS[codec].cache_bytes(-(-shard_values * world_size // size), dtype, block_size, size - 1)
+        for size in gather_world_sizes(group)
+    )

@@ -1,0 +1,172 @@
+"""What was sent: bytes, gathers, caches and seconds, and what stock FSDP2 would have sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+OVERHEAD = "overhead"
+"""The entry of every breakdown that holds headers, padding to the largest payload, and checks by `verify=`."""
+
+
+@dataclass
+class Bytes:
+    """Bytes that left this rank, beside what stock FSDP2 would have sent for the same."""
+
+    raw_bytes: int = 0
+    wire_bytes: int = 0
+
+    def add(self, raw_bytes: int, wire_bytes: int) -> None:
+        """Counts a transfer."""
+        self.raw_bytes += raw_bytes
+        self.wire_bytes += wire_bytes
+
+    @property
+    def ratio(self) -> float:
+        """raw / wire; 1.0 when nothing was sent."""
+        return self.raw_bytes / self.wire_bytes if self.wire_bytes else 1.0
+
+
+@dataclass
+class CieraStats:
+    """Counts of one rank over the gathers of a model since `attach` (or `fully_shard`).
+
+    `wire_bytes` is all that left the rank for parameter gathers: payloads, padding, headers, checks. `raw_bytes` is what
+    stock FSDP2 would have sent: (world_size - 1) x the padded local shard. `by_phase` is keyed "cold/forward",
+    "first/forward", "repeat/backward" and so on: *cold* = no cache to build on; *first* = the weights changed since the
+    last gather; *repeat* = they did not. Each breakdown adds up to the totals.
+    """
+
+    num_gathers: int = 0
+    cache_bytes: int = 0
+    world_size: int = 1
+    total: Bytes = field(default_factory=Bytes)
+    by_category: dict[str, Bytes] = field(default_factory=dict)
+    by_codec: dict[str, Bytes] = field(default_factory=dict)
+    by_phase: dict[str, Bytes] = field(default_factory=dict)
+    gathers_by_phase: dict[str, int] = field(default_factory=dict)
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What a user should know: groups that go raw and why, and so on. Each once."""
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes that stock FSDP2 would have sent from this rank."""
+        return self.total.raw_bytes
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that were sent from this rank."""
+        return self.total.wire_bytes
+
+    @property
+    def ratio(self) -> float:
+        """raw / wire over everything."""
+        return self.total.ratio
+
+    @property
+    def warm(self) -> Bytes:
+        """The totals without the cold gathers."""
+        warm = Bytes()
+        for phase, amount in self.by_phase.items():
+            if not phase.startswith("cold/"):
+                warm.add(amount.raw_bytes, amount.wire_bytes)
+        return warm
+
+    @property
+    def repeat_share(self) -> float:
+        """Share of the gathers that found no weight changed since the last one."""
+        repeats = sum(count for phase, count in self.gathers_by_phase.items() if phase.startswith("repeat/"))
+        return repeats / self.num_gathers if self.num_gathers else 0.0
+
+    def note(self, text: str) -> None:
+        """Adds a note unless it is there."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def count(
+        self,
+        phase: str,
+        raw_bytes: int,
+        wire_bytes: int,
+        runs: Iterable[tuple[str, str, int, int]],
+    ) -> None:
+        """Counts one gather; `runs` are (category, codec, raw bytes, wire bytes), the rest is overhead."""
+        self.num_gathers += 1
+        self.total.add(raw_bytes, wire_bytes)
+        self.by_phase.setdefault(phase, Bytes()).add(raw_bytes, wire_bytes)
+        self.gathers_by_phase[phase] = self.gathers_by_phase.get(phase, 0) + 1
+        rest = wire_bytes
+        for category, codec, run_raw_bytes, run_wire_bytes in runs:
+            self.by_category.setdefault(category, Bytes()).add(run_raw_bytes, run_wire_bytes)
+            self.by_codec.setdefault(codec, Bytes()).add(run_raw_bytes, run_wire_bytes)
+            rest -= run_wire_bytes
+        for breakdown in (self.by_category, self.by_codec):
+            breakdown.setdefault(OVERHEAD, Bytes()).add(0, rest)
+
+    def count_check(self, phase: str, wire_bytes: int) -> None:
+        """Counts bytes that a check by `verify=` sent after its gather."""
+        self.total.add(0, wire_bytes)
+        for breakdown, key in ((self.by_phase, phase), (self.by_category, OVERHEAD), (self.by_codec, OVERHEAD)):
+            breakdown.setdefault(key, Bytes()).add(0, wire_bytes)
+
+    def merge(self, other: CieraStats) -> None:
+        """Adds the counts of another group."""
+        self.num_gathers += other.num_gathers
+        self.cache_bytes += other.cache_bytes
+        self.world_size = max(self.world_size, other.world_size)
+        self.total.add(other.raw_bytes, other.wire_bytes)
+        for mine, theirs in (
+            (self.by_category, other.by_category),
+            (self.by_codec, other.by_codec),
+            (self.by_phase, other.by_phase),
+        ):
+            for key, amount in theirs.items():
+                mine.setdefault(key, Bytes()).add(amount.raw_bytes, amount.wire_bytes)
+        for phase, count in other.gathers_by_phase.items():
+            self.gathers_by_phase[phase] = self.gathers_by_phase.get(phase, 0) + count
+        for stage, seconds in other.stage_seconds.items():
+            self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + seconds
+        for text in other.notes:
+            self.note(text)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain JSON values."""
+        return {
+            "raw_bytes": self.raw_bytes,
+            "wire_bytes": self.wire_bytes,
+            "ratio": self.ratio,
+            "warm_ratio": self.warm.ratio,
+            "repeat_share": self.repeat_share,
+            **{key: value for key, value in asdict(self).items() if key != "total"},
+        }
+
+    def table(self, title: str = "fsdp_ciera") -> Table:
+        """The breakdowns as a rich table."""
+        table = Table(title=title)
+        for column in ("", "raw MB", "wire MB", "raw / wire"):
+            table.add_column(column, justify="right" if column else "left")
+        for heading, breakdown in (
+            ("category", self.by_category),
+            ("codec", self.by_codec),
+            ("phase", self.by_phase),
+        ):
+            for key, amount in breakdown.items():
+                ratio = f"{amount.ratio:.2f}" if amount.raw_bytes else ""
+                table.add_row(f"{heading}: {key}", f"{amount.raw_bytes / 1e6:.2f}", f"{amount.wire_bytes / 1e6:.2f}", ratio)
+            table.add_section()
+        table.add_row("all", f"{self.raw_bytes / 1e6:.2f}", f"{self.wire_bytes / 1e6:.2f}", f"{self.ratio:.2f}")
+        return table
+
+    def __str__(self) -> str:
+        if not self.num_gathers:
+            reason = "world_size is 1" if self.world_size == 1 else "no forward has run yet"
+            return f"fsdp_ciera: nothing was gathered ({reason})" + "".join(f"\n  note: {n}" for n in self.notes)
+        return (
+            f"fsdp_ciera: {self.num_gathers} gathers, {self.raw_bytes / 1e6:.2f} MB raw -> {self.wire_bytes / 1e6:.2f} MB "
+            f"sent ({self.ratio:.2f}x), {self.cache_bytes / 2**20:.1f} MiB of caches"
+            + "".join(f"\n  note: {n}" for n in self.notes)
+        )

@@ -1,0 +1,121 @@
+"""The wire format: a 64-byte header per rank and gather, and the payload behind it (docs/wire-format.md).
+
+    exchange 1   one header of 64 bytes from every rank
+    exchange 2   one payload from every rank, padded to the largest
+
+    payload      fixed part of run 0 | ... | fixed part of run n-1 | section table | sections, in run order
+    table        one little-endian u64 a section: coding in the top 8 bits, stored bytes in the lower 56
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+
+from fsdp_ciera.codecs.base import StoredSection
+from fsdp_ciera.entropy import Section
+from fsdp_ciera.errors import CieraDecodeError
+
+MAGIC = int.from_bytes(b"CIER", "little")
+WIRE_VERSION = 1
+HEADER = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("wire_version", "<u2"),
+        ("status", "<u2"),
+        ("fingerprint", "<u8"),
+        ("sequence", "<u8"),
+        ("base", "<u8"),
+        ("payload_bytes", "<u8"),
+        ("checksum", "<u8"),
+        ("descriptor_bytes", "<u4"),
+        ("reserved", "<u4", (3,)),
+    ]
+)
+HEADER_BYTES = 64
+assert HEADER.itemsize == HEADER_BYTES
+_TABLE_ENTRY_BYTES = 8
+_LENGTH_BITS = 56
+
+
+class Status(IntEnum):
+    """What a rank says about itself in its header."""
+
+    READY = 0
+    ENCODE_FAILED = 1
+
+
+def pack_header(
+    *,
+    status: Status,
+    fingerprint: int,
+    sequence: int,
+    base: int,
+    payload_bytes: int,
+    checksum: int,
+    descriptor_bytes: int,
+) -> torch.Tensor:
+    """-> uint8 [64]. `checksum` may be a signed 64-bit number."""
+    header = np.zeros(1, HEADER)
+    header["magic"], header["wire_version"], header["status"] = MAGIC, WIRE_VERSION, status
+    header["fingerprint"], header["sequence"], header["base"] = fingerprint, sequence, base
+    header["payload_bytes"], header["checksum"] = payload_bytes, checksum & 0xFFFF_FFFF_FFFF_FFFF
+    header["descriptor_bytes"] = descriptor_bytes
+    return torch.from_numpy(header.view(np.uint8))
+
+
+def unpack_headers(gathered: torch.Tensor) -> np.ndarray:
+    """uint8 [world_size, 64] -> structured array [world_size] of dtype `HEADER`."""
+    return gathered.numpy().view(HEADER).reshape(-1)
+
+
+def fingerprint_of(descriptor: Mapping[str, Any]) -> int:
+    """A 64-bit number that differs when any field of the descriptor does."""
+    return int.from_bytes(hashlib.blake2b(encode_descriptor(descriptor), digest_size=8).digest(), "little")
+
+
+def encode_descriptor(descriptor: Mapping[str, Any]) -> bytes:
+    """The descriptor as JSON with sorted keys."""
+    return json.dumps(descriptor, sort_keys=True).encode()
+
+
+def payload_bytes(fixed: torch.Tensor, sections: Sequence[Section]) -> int:
+    """Length of the payload that `write_payload` makes."""
+    return fixed.numel() + sum(_TABLE_ENTRY_BYTES + section.num_bytes for section in sections)
+
+
+def write_payload(into: torch.Tensor, fixed: torch.Tensor, sections: Sequence[Section]) -> None:
+    """Lays fixed parts, table and sections into uint8 [at least payload_bytes]."""
+    table = np.array([section.coding << _LENGTH_BITS | section.num_bytes for section in sections], dtype="<u8")
+    position = fixed.numel()
+    into[:position] = fixed
+    for data in (torch.from_numpy(table.view(np.uint8)), *(section.data for section in sections)):
+        stored = data if isinstance(data, torch.Tensor) else torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
+        into[position : position + stored.numel()] = stored
+        position += stored.numel()
+
+
+def read_sections(payload: torch.Tensor, fixed_bytes: int, num_sections: int) -> list[StoredSection]:
+    """uint8 [payload_bytes] of one rank -> its sections, as views.
+
+    Raises `CieraDecodeError` unless fixed part, table and sections fill the payload exactly.
+    """
+    stored = payload.numpy()
+    start = fixed_bytes + num_sections * _TABLE_ENTRY_BYTES
+    if start > len(stored):
+        raise CieraDecodeError(f"a payload of {len(stored)} bytes is too short for its {num_sections} table entries")
+    table = stored[fixed_bytes:start].copy().view("<u8")
+    sections = []
+    for entry in table.tolist():
+        length = entry & ((1 << _LENGTH_BITS) - 1)
+        sections.append(StoredSection(entry >> _LENGTH_BITS, stored[start : start + length]))
+        start += length
+    if start != len(stored):
+        raise CieraDecodeError(f"the sections of a payload of {len(stored)} bytes end at byte {start}")
+    return sections

@@ -1,0 +1,58 @@
+"""Floating-point formats: how many bits are exponent, and how many bytes the rest packs into.
+
+A value's bits are rotated left by one, so that the exponent stands on top and the sign at the bottom:
+
+    bf16   s eeeeeeee mmmmmmm            ->  eeeeeeee mmmmmmms                1 exponent byte, 1 remainder byte
+    fp16   s eeeee mmmmmmmmmm            ->  eeeee mmm | mmmmmmms             5 exponent bits, 3 + 8 remainder bits
+    fp32   s eeeeeeee m(23)              ->  eeeeeeee m(23)s                  1 exponent byte, 3 remainder bytes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """Bit layout of a floating-point dtype whose exponent fits into the top byte of its rotated bits."""
+
+    dtype: torch.dtype
+    exponent_bits: int
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one value."""
+        return self.dtype.itemsize
+
+    @property
+    def int_dtype(self) -> torch.dtype:
+        """The integer dtype of the same width."""
+        return {2: torch.int16, 4: torch.int32}[self.item_bytes]
+
+    @property
+    def top_bits(self) -> int:
+        """Remainder bits that share the top byte with the exponent: 0 for bf16 and fp32, 3 for fp16."""
+        return 8 - self.exponent_bits
+
+    @property
+    def remainder_is_low_byte(self) -> bool:
+        """Whether exponent and remainder are one byte each, as in bf16."""
+        return self.item_bytes == 2 and self.top_bits == 0
+
+    def remainder_bytes(self, num_values: int) -> int:
+        """Bytes of the sign+mantissa plane of `num_values` values: whole low bytes, then the top bits packed."""
+        return num_values * (self.item_bytes - 1) + packed_bytes(num_values, self.top_bits)
+
+
+def packed_bytes(num_values: int, width_bits: int) -> int:
+    """Bytes that `num_values` values of `width_bits` bits pack into."""
+    return (num_values * width_bits + 7) // 8
+
+
+FORMATS: dict[torch.dtype, FloatFormat] = {
+    torch.bfloat16: FloatFormat(torch.bfloat16, exponent_bits=8),
+    torch.float16: FloatFormat(torch.float16, exponent_bits=5),
+    torch.float32: FloatFormat(torch.float32, exponent_bits=8),
+}

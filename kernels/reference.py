@@ -1,0 +1,150 @@
+"""The codecs' kernels as readable torch: exact on every device, the yardstick of every faster form.
+
+All functions are batched over rows (one row per rank), take and return contiguous or strided tensors as said, and do
+not wait for a device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp_ciera.kernels.formats import FloatFormat, packed_bytes
+
+HASH_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)  # two independent streams: the first digits of pi after the point
+_GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment: 2**64 / golden ratio
+_HASH_CHUNK_BLOCKS = 1 << 14  # bounds the temporaries of one hash call to a few MiB
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of an unsigned 64-bit number."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _shift_right(words: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """Logical shift: torch has no unsigned 64-bit arithmetic, so the copied sign bits are masked away."""
+    return (words >> num_bits).bitwise_and_((1 << (64 - num_bits)) - 1)
+
+
+def splitmix64(words: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finaliser on int64 words (as unsigned). Source: Steele, Lea, Flood, OOPSLA 2014 [paper: 22, 23].
+
+    >>> splitmix64(torch.tensor([0, 1, 2, 3]))[1].item() & 0xFFFFFFFF
+    3852341989
+    """
+    words = (words ^ _shift_right(words, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
+    words = (words ^ _shift_right(words, 27)).mul_(_signed(0x94D049BB133111EB))
+    return words ^ _shift_right(words, 31)
+
+
+def hash_blocks(exponents: torch.Tensor) -> torch.Tensor:
+    """128-bit hashes of the exponents of each block (paper 3.1, Algorithm 1: Hash).
+
+    uint8 [num_blocks, block_size] (block_size a multiple of 8) -> int64 [num_blocks, 2]. Eight exponents make one
+    64-bit word w_j; stream s is mix(sum_j mix(w_j xor (seed_s + (j + 1) * gamma)) xor seed_s) with mix = SplitMix64's
+    finaliser. A sum and not a chain, so that words may be hashed in parallel and in any order; as mix is a bijection
+    that depends on j, a change of one word always changes both streams, and other changes collide with 2**-128.
+    Cost: reads the block once, about 20 integer operations per 8 exponents and stream.
+    """
+    num_blocks, block_size = exponents.shape
+    num_words = block_size // 8
+    words = exponents.contiguous().view(torch.int64)
+    steps = torch.arange(1, num_words + 1, dtype=torch.int64, device=exponents.device) * _signed(_GAMMA)
+    hashes = torch.empty(num_blocks, 2, dtype=torch.int64, device=exponents.device)
+    for stream, seed in enumerate(HASH_SEEDS):
+        keys = steps + _signed(seed)
+        for start in range(0, num_blocks, _HASH_CHUNK_BLOCKS):
+            chunk = slice(start, start + _HASH_CHUNK_BLOCKS)
+            hashes[chunk, stream] = splitmix64(splitmix64(words[chunk] ^ keys).sum(dim=1) ^ _signed(seed))
+    return hashes
+
+
+def pack_bits(values: torch.Tensor, width_bits: int) -> torch.Tensor:
+    """uint8 [rows, n] of numbers below 2**width_bits -> uint8 [rows, ceil(n * width_bits / 8)], first value lowest.
+
+    Worked example, width 3: values 1, 2, 3, 4 are the bits 100 011 010 001 (last first), so the bytes
+    0b11_010_001 = 209 and 0b0000_100_0 = 8.
+    """
+    rows, num_values = values.shape
+    padded = torch.zeros(rows, -(-num_values // 8) * 8, dtype=torch.int64, device=values.device)
+    padded[:, :num_values] = values
+    shifts = torch.arange(8, dtype=torch.int64, device=values.device) * width_bits
+    words = (padded.view(rows, -1, 8) << shifts).sum(dim=2)  # 8 values in the low 8 * width bits of one word
+    packed = words.view(torch.uint8).view(rows, -1, 8)[:, :, :width_bits]
+    return packed.reshape(rows, -1)[:, : packed_bytes(num_values, width_bits)]
+
+
+def unpack_bits(packed: torch.Tensor, num_values: int, width_bits: int) -> torch.Tensor:
+    """The inverse of `pack_bits`: uint8 [rows, ceil(num_values * width_bits / 8)] -> uint8 [rows, num_values]."""
+    rows = packed.shape[0]
+    num_words = -(-num_values // 8)
+    full = torch.zeros(rows, num_words * width_bits, dtype=torch.uint8, device=packed.device)
+    full[:, : packed.shape[1]] = packed
+    words = torch.zeros(rows, num_words, 8, dtype=torch.uint8, device=packed.device)
+    words[:, :, :width_bits] = full.view(rows, num_words, width_bits)
+    shifts = torch.arange(8, dtype=torch.int64, device=packed.device) * width_bits
+    values = (words.view(torch.int64) >> shifts).bitwise_and_((1 << width_bits) - 1)
+    return values.view(rows, -1)[:, :num_values].to(torch.uint8)
+
+
+def split_planes(values: torch.Tensor, fmt: FloatFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values [rows, n] of `fmt.dtype` -> (exponents uint8 [rows, n], remainder uint8 [rows, remainder_bytes(n)]).
+
+    Worked example, bf16 1.0, -2.0, 0.5, -0.0 = 0x3F80, 0xC000, 0x3F00, 0x8000: exponents 127, 128, 126, 0; remainder
+    (mantissa << 1 | sign) 0, 1, 0, 1. The paper's "split" (Algorithm 1).
+    """
+    rows, num_values = values.shape
+    bits = values.contiguous().view(fmt.int_dtype)
+    if fmt.remainder_is_low_byte:  # bf16: narrowing conversions are vectorised, byte strides are not
+        exponents = (bits >> 7).to(torch.uint8)
+        return exponents, (bits << 1).bitwise_or_((bits >> 15).bitwise_and_(1)).to(torch.uint8)
+    rotated = (bits << 1) | ((bits >> (8 * fmt.item_bytes - 1)) & 1)
+    planes = rotated.view(torch.uint8).view(rows, num_values, fmt.item_bytes)
+    top = planes[:, :, -1]
+    low = planes[:, :, :-1].reshape(rows, -1)
+    if fmt.top_bits == 0:
+        return top.contiguous(), low
+    packed = pack_bits(top & ((1 << fmt.top_bits) - 1), fmt.top_bits)
+    return top >> fmt.top_bits, torch.cat([low, packed], dim=1)
+
+
+def merge_planes(exponents: torch.Tensor, remainder: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """The inverse of `split_planes` (the paper's "merge"): -> values [rows, n] of `fmt.dtype`, bit for bit."""
+    rows, num_values = exponents.shape
+    if fmt.remainder_is_low_byte:
+        merged = remainder.to(torch.int16)
+        sign = merged << 15
+        merged = merged.bitwise_right_shift_(1).bitwise_or_(sign)
+        return merged.bitwise_or_(exponents.to(torch.int16).bitwise_left_shift_(7)).view(fmt.dtype)
+    num_low_bytes = fmt.item_bytes - 1
+    planes = torch.empty(rows, num_values, fmt.item_bytes, dtype=torch.uint8, device=exponents.device)
+    planes[:, :, :-1] = remainder[:, : num_values * num_low_bytes].reshape(rows, num_values, num_low_bytes)
+    if fmt.top_bits == 0:
+        planes[:, :, -1] = exponents
+    else:
+        top = unpack_bits(remainder[:, num_values * num_low_bytes :], num_values, fmt.top_bits)
+        planes[:, :, -1] = (exponents << fmt.top_bits) | top
+    rotated = planes.view(fmt.int_dtype).view(rows, num_values)
+    sign_bit = 8 * fmt.item_bytes - 1
+    return (((rotated >> 1) & ((1 << sign_bit) - 1)) | (rotated << sign_bit)).view(fmt.dtype)
+
+
+def checksum(data: torch.Tensor) -> torch.Tensor:
+    """64-bit checksums of the rows of `data` (any dtype, [rows, n]) -> int64 [rows].
+
+    With the bytes as 64-bit words w_j (the last zero-padded): sum_j w_j * (2j + 1) mod 2**64, through SplitMix64. Odd
+    factors make every change of one word visible, different ones make swaps visible. It finds damage; it is no defence
+    against forgery. Cost: one pass.
+    """
+    rows = data.shape[0]
+    raw = data.contiguous().view(torch.uint8).view(rows, -1)
+    num_whole = raw.shape[1] // 8
+    num_words = -(-raw.shape[1] // 8)
+    factors = torch.arange(1, 2 * num_words, 2, dtype=torch.int64, device=data.device)
+    if num_whole == num_words and raw.storage_offset() % 8 == 0:
+        words = raw.view(torch.int64) if num_words else raw.new_zeros(rows, 0, dtype=torch.int64)
+    else:
+        padded = torch.zeros(rows, num_words * 8, dtype=torch.uint8, device=data.device)
+        padded[:, : raw.shape[1]] = raw
+        words = padded.view(torch.int64)
+    return splitmix64((words * factors).sum(dim=1))
