@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -41,7 +40,6 @@ class AttachReport:
         return f"fsdp_ciera: {self.num_groups} groups of {len(self.modules)} FSDP modules attached{note}"
 
 
-@functools.wraps(torch_fully_shard)
 def fully_shard(module: ModuleT, *, ciera_policy: CieraPolicy | None = None, **fsdp_arguments: Any) -> ModuleT:
     """torch's `fully_shard`, and with a `ciera_policy` the module's all-gathers run through fsdp_ciera.
 

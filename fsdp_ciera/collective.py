@@ -151,27 +151,24 @@ class CieraAllGather(AllGather):
             if agreement is Agreement.RESTART:
                 state.forget()
         assert encoded is not None
+        sequence = int(headers["sequence"].max())
         sizes = [int(size) for size in headers["payload_bytes"]]
-        padded_bytes = max(sizes)
-        if state.layout.is_raw:
-            with state.stage("AllGather"):
-                all_gather_flat(output.view(-1).view(torch.uint8), local.view(torch.uint8), group, async_op=False)
-        else:
-            payloads = torch.empty(state.world_size, padded_bytes, dtype=torch.uint8)
-            write_payload(payloads[state.rank], encoded.fixed, encoded.sections)
-            payloads[state.rank, encoded.num_bytes :] = 0
-            state.prepare()
-            if padded_bytes:
-                with state.stage("AllGather"):
-                    all_gather_flat(payloads.view(-1), payloads[state.rank], group, async_op=False)
-            state.decode(payloads, sizes, output)
+        check_is_due = self._check_is_due(sequence)
+        failure = self._exchange_payloads(state, encoded, sizes, output, local, group)
+        if failure is not None and not check_is_due:
+            raise failure
         checksums = tuple(int(value) for value in headers["checksum"])
         phase = f"{'cold' if not state.base else 'repeat' if checksums == state.checksums else 'first'}/" + group_phase(
             self.param_group
         )
-        state.commit(int(headers["sequence"].max()), checksums)
-        self._count(state, phase, encoded, header_bytes, padded_bytes)
-        self._verify(state, phase, output, local, headers["checksum"], group, stream.where)
+        state.commit(sequence, checksums)
+        self._count(state, phase, encoded, header_bytes, max(sizes))
+        if check_is_due:
+            if self.policy.verify == "every":
+                sent = check_checksums(output, headers["checksum"], group, stream.where, failure)
+            else:
+                sent = check_against_raw(output, local, group, stream.where, failure)
+            self._counts.count_check(phase, sent)
 
     def _encode(self, state: LockstepState, local: torch.Tensor) -> tuple[Encoded | None, Exception | None]:
         """A rank that cannot encode must not leave its peers waiting: it tells them, and all raise together."""
@@ -182,21 +179,35 @@ class CieraAllGather(AllGather):
         except Exception as failure:
             return None, failure
 
-    def _verify(
+    def _exchange_payloads(
         self,
         state: LockstepState,
-        phase: str,
+        encoded: Encoded,
+        sizes: Sequence[int],
         output: torch.Tensor,
         local: torch.Tensor,
-        checksums: Any,
         group: dist.ProcessGroup,
-        where: str,
-    ) -> None:
+    ) -> Exception | None:
+        """Gathers and decodes; returns what went wrong in decoding, since a check that is due must be run all the same."""
+        if state.layout.is_raw:
+            with state.stage("AllGather"):
+                all_gather_flat(output.view(-1).view(torch.uint8), local.view(torch.uint8), group, async_op=False)
+            return None
+        payloads = torch.empty(state.world_size, max(sizes), dtype=torch.uint8)
+        write_payload(payloads[state.rank], encoded.fixed, encoded.sections)
+        payloads[state.rank, encoded.num_bytes :] = 0
+        state.prepare()
+        with state.stage("AllGather"):
+            all_gather_flat(payloads.view(-1), payloads[state.rank], group, async_op=False)
+        try:
+            state.decode(payloads, sizes, output)
+        except Exception as failure:
+            return failure
+        return None
+
+    def _check_is_due(self, sequence: int) -> bool:
         verify = self.policy.verify
-        if verify == "every":
-            self._counts.count_check(phase, check_checksums(output, checksums, group, where))
-        elif isinstance(verify, int) and state.sequence % verify == 0:
-            self._counts.count_check(phase, check_against_raw(output, local, group, where))
+        return verify == "every" or (isinstance(verify, int) and sequence % verify == 0)
 
     def _count(
         self, state: LockstepState, phase: str, encoded: Encoded, header_bytes: int, padded_bytes: int

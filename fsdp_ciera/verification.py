@@ -13,13 +13,17 @@ from fsdp_ciera.errors import CieraVerifyError
 from fsdp_ciera.kernels.formats import FORMATS
 from fsdp_ciera.kernels.reference import checksum
 
+_NO_DIFFERENCE, _COULD_NOT_DECODE = -1, -2
 _REPORT = np.dtype([("sender", "<i8"), ("index", "<i8"), ("got", "<u8"), ("expected", "<u8")])
 
 
-def check_checksums(output: torch.Tensor, expected: np.ndarray, group: dist.ProcessGroup, where: str) -> int:
+def check_checksums(
+    output: torch.Tensor, expected: np.ndarray[Any, Any], group: dist.ProcessGroup, where: str, failure: Exception | None
+) -> int:
     """Compares the checksum of each rank's slot of `output` [world_size, num_values] with the sender's (uint64).
 
-    Returns the bytes this rank sent for it. Raises `CieraVerifyError` on all ranks when any rank finds a difference.
+    `failure` is what kept this rank from decoding at all. Returns the bytes this rank sent for the check. Raises
+    `CieraVerifyError` on all ranks when any rank finds a difference or could not decode.
     """
     got = checksum(output).numpy().view("<u8")
     report = _no_report()
@@ -27,10 +31,12 @@ def check_checksums(output: torch.Tensor, expected: np.ndarray, group: dist.Proc
     if len(wrong):
         sender = int(wrong[0])
         report[0] = (sender, -1, got[sender], expected[sender])
-    return _agree(report, group, where)
+    return _agree(report, group, where, failure)
 
 
-def check_against_raw(output: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup, where: str) -> int:
+def check_against_raw(
+    output: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup, where: str, failure: Exception | None
+) -> int:
     """Gathers `local` raw beside `output` [world_size, num_values] and compares bit for bit. Otherwise as above."""
     shadow = torch.empty_like(output)
     all_gather_flat(shadow.view(-1).view(torch.uint8), local.clone().view(torch.uint8), group, async_op=False)
@@ -43,24 +49,30 @@ def check_against_raw(output: torch.Tensor, local: torch.Tensor, group: dist.Pro
         mask = (1 << 8 * ours.element_size()) - 1
         report[0] = (sender, index, int(ours[sender, index]) & mask, int(theirs[sender, index]) & mask)
     sent = (group.size() - 1) * local.numel() * local.element_size()
-    return sent + _agree(report, group, where)
+    return sent + _agree(report, group, where, failure)
 
 
 def _no_report() -> np.ndarray[Any, Any]:
     report = np.zeros(1, _REPORT)
-    report["sender"] = -1
+    report["sender"] = _NO_DIFFERENCE
     return report
 
 
-def _agree(report: np.ndarray, group: dist.ProcessGroup, where: str) -> int:
+def _agree(
+    report: np.ndarray[Any, Any], group: dist.ProcessGroup, where: str, failure: Exception | None
+) -> int:
+    if failure is not None:
+        report["sender"] = _COULD_NOT_DECODE
     reports = all_gather_bytes(torch.from_numpy(report.view(np.uint8)), group).numpy().view(_REPORT).reshape(-1)
     lines = []
     for receiver, (sender, index, got, expected) in enumerate(reports.tolist()):
-        if sender >= 0:
+        if sender == _COULD_NOT_DECODE:
+            lines.append(f"rank {receiver} could not decode (its own traceback says why)")
+        elif sender != _NO_DIFFERENCE:
             what = f"checksum {got:#x}" if index < 0 else f"value {index} is {got:#x}"
             lines.append(f"rank {receiver} decoded rank {sender}'s shard wrongly: {what}, sent was {expected:#x}")
     if lines:
         raise CieraVerifyError(
             f"{where}: " + "; ".join(lines) + ". Please report it; fsdp_ciera.detach(model) goes on with stock FSDP2"
-        )
+        ) from failure
     return (group.size() - 1) * _REPORT.itemsize

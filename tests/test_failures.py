@@ -1,0 +1,173 @@
+"""What goes wrong between ranks: the same named error on every rank, within seconds."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from tiny_moe import VOCAB, Case, bits, build, run
+
+import fsdp_ciera
+from fsdp_ciera import CieraPolicy, collective, lockstep
+from fsdp_ciera.errors import CieraDesyncError, CieraMismatchError, CieraPeerError, CieraVerifyError
+from fsdp_ciera.lockstep import LockstepState
+from fsdp_ciera.wire import pack_header
+
+SECONDS = 20
+
+
+def one_step(model: torch.nn.Module) -> None:
+    model(torch.arange(29) % VOCAB).backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def outcome_of_step(rank: int, world_size: int, prepare: str, argument: Any) -> tuple[str, str, float]:
+    """(type and text of the error, seconds) of two forward/backward passes after `prepare` did its damage."""
+    policy = CieraPolicy(verify=argument.get("verify"))
+    if prepare == "policy":
+        policy = CieraPolicy(**argument["on rank 1"]) if rank == 1 else CieraPolicy()
+    if prepare == "version" and rank == 1:
+        collective.__version__ = "9.9.9"
+    model = build(Case(), policy)
+    start = time.monotonic()
+    try:
+        if prepare == "wrong module" and rank == 1:
+            model.model.layers[1].unshard()
+        elif prepare == "wrong module":
+            model.model.layers[0].unshard()
+        if prepare == "wire version" and rank == 1:
+            change_header(slice(4, 6), b"\x63\x00")
+        if prepare == "magic" and rank == 1:
+            change_header(slice(0, 4), b"ABCD")
+        one_step(model)
+        start = time.monotonic()
+        if prepare == "encode" and rank == 1:
+            def fail(self: LockstepState, local: torch.Tensor) -> None:
+                raise MemoryError("no memory for the planes")
+            LockstepState.encode = fail  # type: ignore[method-assign]
+        if prepare == "decode" and rank == 1:
+            LockstepState.decode = fail_to_decode  # type: ignore[method-assign]
+        if prepare == "sequence" and rank == 1:
+            comm = next(iter(fsdp_ciera.attach.__globals__["_comms"](model)))
+            for stream in comm._streams.values():
+                stream.state.commit(stream.state.sequence + 3, stream.state.checksums)
+        if prepare == "damage" and rank == 1:
+            plain = lockstep.LockstepState.decode
+
+            def damaged(self: LockstepState, payloads: torch.Tensor, sizes: Any, output: torch.Tensor) -> None:
+                payloads[2, 40] ^= 1  # a sign+mantissa byte of rank 2's shard
+                plain(self, payloads, sizes, output)
+
+            LockstepState.decode = damaged  # type: ignore[method-assign]
+        one_step(model)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", time.monotonic() - start
+
+
+def change_header(where: slice, value: bytes) -> None:
+    def changed(**fields: Any) -> torch.Tensor:
+        header = pack_header(**fields)
+        header[where] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        return header
+
+    collective.pack_header = changed
+
+
+@pytest.mark.parametrize(
+    ("prepare", "argument", "error", "texts"),
+    [
+        ("policy", {"on rank 1": {"block_size": 256}}, CieraMismatchError,
+         ["policy.block_size: 512 on ranks [0, 2]; 256 on ranks [1]", "same CieraPolicy"]),
+        ("policy", {"on rank 1": {"codecs": ("raw",)}}, CieraMismatchError,
+         ['policy.codecs: ["exponent_block"] on ranks [0, 2]; ["raw"] on ranks [1]']),
+        ("policy", {"on rank 1": {"categories": ("expert_ffn",)}}, CieraMismatchError, ["policy.categories", "layout"]),
+        ("policy", {"on rank 1": {"verify": "every"}}, CieraMismatchError, ['null on ranks [0, 2]; "every" on ranks [1]']),
+        ("version", {}, CieraMismatchError, ["fsdp_ciera version", '"9.9.9" on ranks [1]']),
+        ("wire version", {}, CieraMismatchError, []),
+        ("magic", {}, CieraDesyncError, ["ranks [1] of the group sent no fsdp_ciera header"]),
+        ("wrong module", {}, CieraDesyncError, ["the ranks are not at the same gather", "module: "]),
+        ("encode", {}, CieraPeerError, ["rank 1: MemoryError('no memory for the planes')"]),
+        ("sequence", {}, CieraDesyncError, ["rank 0: 2, rank 1: 5, rank 2: 2; most are at 2"]),
+        ("damage", {"verify": "every"}, CieraVerifyError, ["rank 1 decoded rank 2's shard wrongly: checksum"]),
+        ("decode", {"verify": "every"}, CieraVerifyError, ["rank 1 could not decode"]),
+        ("decode", {"verify": 2}, CieraVerifyError, ["rank 1 could not decode"]),
+        ("damage", {"verify": 1}, CieraVerifyError, ["rank 1 decoded rank 2's shard wrongly: value"]),
+    ],
+)  # fmt: skip
+def test_the_same_error_on_every_rank(prepare: str, argument: Any, error: type[Exception], texts: list[str]) -> None:
+    outcomes = run_ranks(outcome_of_step, 3, prepare, argument, timeout_s=60)
+    for name, message, seconds in outcomes:
+        assert name == error.__name__, (name, message)
+        assert seconds < SECONDS
+        for text in texts:
+            assert text in message
+    # each rank names its own module first; the rest is the same text
+    assert len({message.split(": ", 1)[1] for _, message, _ in outcomes}) == 1
+
+
+def fail_to_decode(self: LockstepState, *arguments: Any) -> None:
+    raise MemoryError("no memory for the payload")
+
+
+def recover(rank: int, world_size: int) -> None:
+    """An exception in one rank's forward, reset_iter_state on all, then steps that equal stock FSDP2's."""
+    case = Case(operations=("train", "train"))
+    expected, _ = run(case, None)
+    model = build(case, CieraPolicy())
+    snapshot = {name: value.clone() for name, value in model.state_dict().items()}
+    one_step(model)
+
+    plain = LockstepState.decode
+    if rank == 1:
+        LockstepState.decode = fail_to_decode  # type: ignore[method-assign]
+    raised = False
+    try:
+        model.model.layers[0].unshard()
+    except MemoryError:
+        raised = True
+    assert raised == (rank == 1)
+    LockstepState.decode = plain  # type: ignore[method-assign]
+    dist.barrier()
+    model.reset_iter_state()
+    model.load_state_dict(snapshot)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=case.lr)
+    generator = torch.Generator().manual_seed(100 + rank)
+    got = []
+    for _ in range(2):
+        loss = model(torch.randint(VOCAB, (29,), generator=generator))
+        got.append(loss.detach().clone())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        got += [parameter.detach().to_local().clone() for parameter in model.parameters()]
+    assert len(got) == len(expected)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(expected, got, strict=True))
+
+
+def test_an_exception_on_one_rank_ends_in_a_full_gather_and_exact_steps() -> None:
+    if not hasattr(torch.distributed.fsdp.FSDPModule, "reset_iter_state"):
+        pytest.skip("reset_iter_state came with torch 2.13")
+    assert run_ranks(recover, 3) == [None] * 3
+
+
+def gathers_by_phase(rank: int, world_size: int, operations: tuple[str, ...]) -> dict[str, int]:
+    _, report = run(Case(operations=operations), CieraPolicy())
+    assert report is not None
+    return report.gathers_by_phase
+
+
+def test_phases_are_told_apart_by_bytes() -> None:
+    # 3 groups: two layers (gathered in forward and backward) and the root (kept for backward)
+    [phases, _] = run_ranks(gathers_by_phase, 2, ("train", "train", "accumulate"))
+    assert phases == {
+        "cold/forward": 3, "repeat/backward": 2 * 4, "first/forward": 3 * 2, "repeat/forward": 3,
+    }  # fmt: skip
+    [phases, _] = run_ranks(gathers_by_phase, 2, ("train", "invalidate_rank_0", "train"))
+    assert phases == {"cold/forward": 6, "repeat/backward": 4}
