@@ -115,7 +115,7 @@ def _groups_of_state(state: Any) -> list[FSDPParamGroup]:
 
 def get_comm(group: FSDPParamGroup) -> AllGather:
     """The all-gather object that the group calls."""
-    return cast(AllGather, group._all_gather_comm)
+    return group._all_gather_comm
 
 
 def is_default_comm(comm: AllGather) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -50,7 +50,7 @@ def fully_shard(module: ModuleT, *, ciera_policy: CieraPolicy | None = None, **f
     `attach` is the call), and whatever torch's `fully_shard` raises.
     """
     if ciera_policy is None:
-        return torch_fully_shard(module, **fsdp_arguments)  # type: ignore[no-any-return]
+        return cast(ModuleT, torch_fully_shard(module, **fsdp_arguments))
     _check_policy(ciera_policy, "ciera_policy")
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     for one in modules:
@@ -62,7 +62,7 @@ def fully_shard(module: ModuleT, *, ciera_policy: CieraPolicy | None = None, **f
     sharded = torch_fully_shard(module, **fsdp_arguments)
     for group in param_groups(modules[0]):
         set_comm(group, CieraAllGather(group, ciera_policy))
-    return sharded  # type: ignore[no-any-return]
+    return cast(ModuleT, sharded)
 
 
 fully_shard.state = torch_fully_shard.state  # type: ignore[attr-defined]
@@ -144,7 +144,7 @@ def _check_policy(policy: object, argument: str) -> None:
 def _fsdp_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            yield name or type(module).__name__, module
+            yield name or type(module).__name__, cast(nn.Module, module)
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[str, FSDPParamGroup]]:

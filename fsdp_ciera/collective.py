@@ -161,6 +161,9 @@ class CieraAllGather(AllGather):
         phase = f"{'cold' if not state.base else 'repeat' if checksums == state.checksums else 'first'}/" + group_phase(
             self.param_group
         )
+        if state.base:
+            self._counts.num_blocks += encoded.num_blocks
+            self._counts.num_blocks_reused += encoded.num_blocks_reused
         state.commit(sequence, checksums)
         self._count(state, phase, encoded, header_bytes, max(sizes))
         if check_is_due:

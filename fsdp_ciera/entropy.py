@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import zstandard
@@ -50,7 +50,7 @@ def code_section(symbols: torch.Tensor, symbol_bits: int = 8) -> Section:
     plain_bytes = packed_bytes(num_symbols, symbol_bits)
     if num_symbols >= _SMALLEST_TO_CODE_BYTES:
         compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=False)
-        frame = compressor.compress(memoryview(symbols.contiguous().numpy()))
+        frame = compressor.compress(symbols.contiguous().numpy().data)
         if len(frame) < plain_bytes:
             return Section(Coding.ZSTD, frame)
     if symbol_bits < 8:
@@ -58,14 +58,14 @@ def code_section(symbols: torch.Tensor, symbol_bits: int = 8) -> Section:
     return Section(Coding.PLAIN, symbols)
 
 
-def decode_section(coding: int, data: np.ndarray, num_symbols: int, symbol_bits: int = 8) -> torch.Tensor:
+def decode_section(coding: int, data: np.ndarray[Any, Any], num_symbols: int, symbol_bits: int = 8) -> torch.Tensor:
     """The inverse of `code_section`: stored bytes -> uint8 [num_symbols].
 
     Raises `CieraDecodeError` when the bytes are not a section of that many symbols.
     """
     if coding == Coding.ZSTD:
         try:
-            frame = memoryview(data)
+            frame = data.data
             announced = zstandard.get_frame_parameters(frame).content_size
             if announced != num_symbols:  # looked at first: a damaged size must not make us allocate it
                 raise CieraDecodeError(f"a zstd section announces {announced} symbols where {num_symbols} belong")

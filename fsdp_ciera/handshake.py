@@ -32,7 +32,7 @@ WHICH_FIELDS_MEAN_DESYNC = ("module", "dtype", "num_values", "group_size")
 
 
 def settle(
-    headers: np.ndarray,
+    headers: np.ndarray[Any, Any],
     descriptor: Mapping[str, Any],
     announced: bytes,
     group: dist.ProcessGroup,
@@ -72,7 +72,7 @@ def settle(
     )
 
 
-def _exchange(text: bytes, headers: np.ndarray, group: dist.ProcessGroup) -> list[bytes]:
+def _exchange(text: bytes, headers: np.ndarray[Any, Any], group: dist.ProcessGroup) -> list[bytes]:
     """Gathers the text that each rank has announced in `descriptor_bytes`; an announced length never changes its sender."""
     lengths = [int(length) for length in headers["descriptor_bytes"]]
     mine = torch.zeros(max(*lengths, 1), dtype=torch.uint8)

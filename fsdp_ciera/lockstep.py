@@ -29,6 +29,8 @@ class Encoded:
     sections: tuple[Section, ...]
     run_bytes: tuple[int, ...]
     """Fixed part, table entries and sections of each run, in bytes."""
+    num_blocks: int = 0
+    num_blocks_reused: int = 0
 
     @classmethod
     def raw(cls, local: torch.Tensor, layout: Layout) -> Encoded:
@@ -99,7 +101,14 @@ class LockstepState:
                 sections += made
                 run_bytes.append(payload_bytes(part, made))
                 position += codec.fixed_bytes
-        return Encoded(fixed, tuple(sections), tuple(run_bytes))
+        counts = [codec.block_counts for codec in self.codecs]
+        return Encoded(
+            fixed,
+            tuple(sections),
+            tuple(run_bytes),
+            num_blocks=sum(looked_at for looked_at, _ in counts),
+            num_blocks_reused=sum(reused for _, reused in counts),
+        )
 
     def prepare(self) -> None:
         """PreDecmp."""

@@ -48,6 +48,10 @@ class CieraStats:
     by_codec: dict[str, Bytes] = field(default_factory=dict)
     by_phase: dict[str, Bytes] = field(default_factory=dict)
     gathers_by_phase: dict[str, int] = field(default_factory=dict)
+    num_blocks: int = 0
+    """Blocks that this rank's encoders looked at with a cache to build on; cold gathers are left out."""
+    num_blocks_reused: int = 0
+    """How many of them did not have to be sent."""
     stage_seconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     """What a user should know: groups that go raw and why, and so on. Each once."""
@@ -81,6 +85,11 @@ class CieraStats:
         """Share of the gathers that found no weight changed since the last one."""
         repeats = sum(count for phase, count in self.gathers_by_phase.items() if phase.startswith("repeat/"))
         return repeats / self.num_gathers if self.num_gathers else 0.0
+
+    @property
+    def reuse_rate(self) -> float:
+        """Share of blocks whose exponents were reused, cold gathers left out (1 - the paper's block change rate)."""
+        return self.num_blocks_reused / self.num_blocks if self.num_blocks else 0.0
 
     def note(self, text: str) -> None:
         """Adds a note unless it is there."""
@@ -117,6 +126,8 @@ class CieraStats:
         """Adds the counts of another group."""
         self.num_gathers += other.num_gathers
         self.cache_bytes += other.cache_bytes
+        self.num_blocks += other.num_blocks
+        self.num_blocks_reused += other.num_blocks_reused
         self.world_size = max(self.world_size, other.world_size)
         self.total.add(other.raw_bytes, other.wire_bytes)
         for mine, theirs in (
@@ -141,6 +152,7 @@ class CieraStats:
             "ratio": self.ratio,
             "warm_ratio": self.warm.ratio,
             "repeat_share": self.repeat_share,
+            "reuse_rate": self.reuse_rate,
             **{key: value for key, value in asdict(self).items() if key != "total"},
         }
 

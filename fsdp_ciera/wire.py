@@ -70,7 +70,7 @@ def pack_header(
     return torch.from_numpy(header.view(np.uint8))
 
 
-def unpack_headers(gathered: torch.Tensor) -> np.ndarray:
+def unpack_headers(gathered: torch.Tensor) -> np.ndarray[Any, Any]:
     """uint8 [world_size, 64] -> structured array [world_size] of dtype `HEADER`."""
     return gathered.numpy().view(HEADER).reshape(-1)
 

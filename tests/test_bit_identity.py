@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny_moe import Case, compare_with_stock
 
 from fsdp_ciera import CieraPolicy
+from ranks import run_ranks
+from tiny_moe import Case, compare_with_stock
 
 PAPER = CieraPolicy.paper(verify="every")
 EVERYTHING = ("train", "eval", "inference", "accumulate", "no_sync", "load", "train", "mutate", "eval", "freeze", "train",

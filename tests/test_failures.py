@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from tiny_moe import VOCAB, Case, bits, build, run
 
 import fsdp_ciera
 from fsdp_ciera import CieraPolicy, collective, lockstep
 from fsdp_ciera.errors import CieraDesyncError, CieraMismatchError, CieraPeerError, CieraVerifyError
 from fsdp_ciera.lockstep import LockstepState
 from fsdp_ciera.wire import pack_header
+from ranks import run_ranks
+from tiny_moe import VOCAB, Case, bits, build, run
 
 SECONDS = 20
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ class StoredSection(NamedTuple):
     """A received section: its coding number and its bytes (uint8 array, a view into the receive buffer)."""
 
     coding: int
-    data: np.ndarray
+    data: np.ndarray[Any, Any]
 
 
 class RunCodec(ABC):
@@ -65,6 +65,11 @@ class RunCodec(ABC):
     @abstractmethod
     def compress(self, values: torch.Tensor, fixed: torch.Tensor) -> Sequence[Section]:
         """Cmp: writes the fixed part (uint8 [fixed_bytes]) and returns the `num_sections` sections."""
+
+    @property
+    def block_counts(self) -> tuple[int, int]:
+        """Blocks that the last `compress` looked at, and how many of them it did not have to send; for statistics."""
+        return 0, 0
 
     def prepare(self) -> None:
         """PreDecmp: what can be readied at the receiver before the payload is there."""

@@ -38,6 +38,7 @@ class ExponentBlock(RunCodec):
         self.bitmap_bytes = packed_bytes(self.num_blocks, 1)
         self._hash_cache: torch.Tensor | None = None  # int64 [num_blocks, 2]
         self._exp_cache: torch.Tensor | None = None  # uint8 [num_peers, num_blocks, block_size]
+        self._num_reused = 0
         self._exponents: torch.Tensor | None = None  # between detect and compress: uint8 [num_blocks, block_size]
         self._remainder: torch.Tensor | None = None
         self._changed: torch.Tensor | None = None  # bool [num_blocks]
@@ -57,6 +58,11 @@ class ExponentBlock(RunCodec):
     def fixed_bytes(self) -> int:
         """Bitmap and sign+mantissa plane."""
         return self.bitmap_bytes + self.format.remainder_bytes(self.num_values)
+
+    @property
+    def block_counts(self) -> tuple[int, int]:
+        """All blocks of the run, and those with unchanged exponents."""
+        return self.num_blocks, self._num_reused
 
     def detect(self, values: torch.Tensor) -> None:
         """Hash."""
@@ -79,10 +85,9 @@ class ExponentBlock(RunCodec):
         assert self._exponents is not None and self._remainder is not None and self._changed is not None
         fixed[: self.bitmap_bytes] = pack_bits(self._changed.view(1, -1).to(torch.uint8), 1)[0]
         fixed[self.bitmap_bytes :] = self._remainder
-        if self._changed.all():
-            symbols = self._exponents.view(-1)
-        else:
-            symbols = self._exponents[self._changed].view(-1)
+        self._num_reused = self.num_blocks - int(self._changed.sum())
+        blocks = self._exponents[self._changed] if self._num_reused else self._exponents
+        symbols = blocks.view(-1)
         if self.num_blocks and self._changed[-1]:
             symbols = symbols[: symbols.numel() - self._num_unused]
         section = code_section(symbols, self.format.exponent_bits)

