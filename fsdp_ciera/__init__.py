@@ -6,6 +6,8 @@
     for layer in model.model.layers:
         fully_shard(layer, ciera_policy=policy)
     fully_shard(model, ciera_policy=policy)
+
+For a model that is already under FSDP2: `attach(model, policy)`.
 """
 
 from fsdp_ciera.attach import AttachReport, attach, detach, fully_shard, invalidate, stats

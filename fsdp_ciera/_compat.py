@@ -140,9 +140,7 @@ def param_names_and_sizes(group: FSDPParamGroup, dtype: torch.dtype) -> tuple[st
     are those of the padded local shard that the group gathers in its present state; in a uint8 buffer (a group of
     several dtypes) they are in bytes.
     """
-    relative = {
-        id(submodule): prefix for root in reversed(group.modules) for prefix, submodule in root.named_modules()
-    }
+    relative = {id(submodule): prefix for root in reversed(group.modules) for prefix, submodule in root.named_modules()}
     names: list[str] = []
     sizes: list[int] = []
     for param in group.fsdp_params:

@@ -138,7 +138,9 @@ def stats(model: nn.Module) -> CieraStats:
 
 def _check_policy(policy: object, argument: str) -> None:
     if not isinstance(policy, CieraPolicy):
-        raise CieraPolicyError(f"{argument}={policy!r} must be a fsdp_ciera.CieraPolicy, for example CieraPolicy.paper()")
+        raise CieraPolicyError(
+            f"{argument}={policy!r} must be a fsdp_ciera.CieraPolicy, for example CieraPolicy.paper()"
+        )
 
 
 def _fsdp_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

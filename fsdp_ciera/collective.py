@@ -2,6 +2,8 @@
 
     allocate   FSDP2 asks for the output and copies the local shards into this rank's slot of it
     __call__   encode -> sizes -> gather -> decode into the other ranks' slots
+
+The parts: layout.py names the runs, lockstep.py encodes and decodes, wire.py lays out bytes, handshake.py settles.
 """
 
 from __future__ import annotations
@@ -125,9 +127,7 @@ class CieraAllGather(AllGather):
         """The layouts of the streams that have run."""
         return [stream.state.layout for stream in self._streams.values()]
 
-    def _gather(
-        self, stream: _Stream, output: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup
-    ) -> None:
+    def _gather(self, stream: _Stream, output: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup) -> None:
         state = stream.state
         header_bytes = 0
         agreement = Agreement.RESTART
@@ -212,9 +212,7 @@ class CieraAllGather(AllGather):
         verify = self.policy.verify
         return verify == "every" or (isinstance(verify, int) and sequence % verify == 0)
 
-    def _count(
-        self, state: LockstepState, phase: str, encoded: Encoded, header_bytes: int, padded_bytes: int
-    ) -> None:
+    def _count(self, state: LockstepState, phase: str, encoded: Encoded, header_bytes: int, padded_bytes: int) -> None:
         num_peers = state.world_size - 1
         item_bytes = state.layout.dtype.itemsize
         runs = zip(state.layout.runs, encoded.run_bytes, strict=True)

@@ -134,7 +134,9 @@ class LockstepState:
                     self._decode_ranks(first_peer, payloads[ranks.start : ranks.stop], tables,
                                        output[ranks.start : ranks.stop])  # fmt: skip
                 except CieraDecodeError as error:
-                    raise CieraDecodeError(f"in the payloads of ranks {ranks.start} to {ranks.stop - 1}: {error}") from None
+                    raise CieraDecodeError(
+                        f"in the payloads of ranks {ranks.start} to {ranks.stop - 1}: {error}"
+                    ) from None
 
     def _decode_ranks(
         self,

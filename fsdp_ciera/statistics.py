@@ -168,7 +168,9 @@ class CieraStats:
         ):
             for key, amount in breakdown.items():
                 ratio = f"{amount.ratio:.2f}" if amount.raw_bytes else ""
-                table.add_row(f"{heading}: {key}", f"{amount.raw_bytes / 1e6:.2f}", f"{amount.wire_bytes / 1e6:.2f}", ratio)
+                table.add_row(
+                    f"{heading}: {key}", f"{amount.raw_bytes / 1e6:.2f}", f"{amount.wire_bytes / 1e6:.2f}", ratio
+                )
             table.add_section()
         table.add_row("all", f"{self.raw_bytes / 1e6:.2f}", f"{self.wire_bytes / 1e6:.2f}", f"{self.ratio:.2f}")
         return table

@@ -18,7 +18,11 @@ _REPORT = np.dtype([("sender", "<i8"), ("index", "<i8"), ("got", "<u8"), ("expec
 
 
 def check_checksums(
-    output: torch.Tensor, expected: np.ndarray[Any, Any], group: dist.ProcessGroup, where: str, failure: Exception | None
+    output: torch.Tensor,
+    expected: np.ndarray[Any, Any],
+    group: dist.ProcessGroup,
+    where: str,
+    failure: Exception | None,
 ) -> int:
     """Compares the checksum of each rank's slot of `output` [world_size, num_values] with the sender's (uint64).
 
@@ -58,9 +62,7 @@ def _no_report() -> np.ndarray[Any, Any]:
     return report
 
 
-def _agree(
-    report: np.ndarray[Any, Any], group: dist.ProcessGroup, where: str, failure: Exception | None
-) -> int:
+def _agree(report: np.ndarray[Any, Any], group: dist.ProcessGroup, where: str, failure: Exception | None) -> int:
     if failure is not None:
         report["sender"] = _COULD_NOT_DECODE
     reports = all_gather_bytes(torch.from_numpy(report.view(np.uint8)), group).numpy().view(_REPORT).reshape(-1)

@@ -5,6 +5,8 @@
 
     payload      fixed part of run 0 | ... | fixed part of run n-1 | section table | sections, in run order
     table        one little-endian u64 a section: coding in the top 8 bits, stored bytes in the lower 56
+
+Pure functions between fields and bytes; what the fields mean to a gather is in handshake.py.
 """
 
 from __future__ import annotations

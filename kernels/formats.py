@@ -5,6 +5,8 @@ A value's bits are rotated left by one, so that the exponent stands on top and t
     bf16   s eeeeeeee mmmmmmm            ->  eeeeeeee mmmmmmms                1 exponent byte, 1 remainder byte
     fp16   s eeeee mmmmmmmmmm            ->  eeeee mmm | mmmmmmms             5 exponent bits, 3 + 8 remainder bits
     fp32   s eeeeeeee m(23)              ->  eeeeeeee m(23)s                  1 exponent byte, 3 remainder bytes
+
+fp8 has no row yet: its groups are gathered raw.
 """
 
 from __future__ import annotations

@@ -132,7 +132,11 @@ def test_a_section_takes_its_smallest_form(symbols: torch.Tensor, width_bits: in
     section = code_section(symbols, width_bits)
     assert section.coding == coding
     assert section.num_bytes <= -(-len(symbols) * width_bits // 8)
-    data = section.data if isinstance(section.data, torch.Tensor) else torch.frombuffer(bytearray(section.data), dtype=torch.uint8)
+    data = (
+        section.data
+        if isinstance(section.data, torch.Tensor)
+        else torch.frombuffer(bytearray(section.data), dtype=torch.uint8)
+    )
     assert torch.equal(decode_section(coding, data.numpy(), len(symbols), width_bits), symbols)
 
 

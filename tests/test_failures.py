@@ -47,8 +47,10 @@ def outcome_of_step(rank: int, world_size: int, prepare: str, argument: Any) -> 
         one_step(model)
         start = time.monotonic()
         if prepare == "encode" and rank == 1:
+
             def fail(self: LockstepState, local: torch.Tensor) -> None:
                 raise MemoryError("no memory for the planes")
+
             LockstepState.encode = fail  # type: ignore[method-assign]
         if prepare == "decode" and rank == 1:
             LockstepState.decode = fail_to_decode  # type: ignore[method-assign]

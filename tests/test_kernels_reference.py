@@ -78,7 +78,9 @@ def test_every_16_bit_pattern_survives(dtype: torch.dtype) -> None:
     assert remainder.shape[1] == fmt.remainder_bytes(1 << 16) == (1 << 16) * (16 - fmt.exponent_bits) // 8
     assert torch.equal(merge_planes(exponents, remainder, fmt).view(torch.int16), bits)
     unsigned = bits.to(torch.int32) & 0xFFFF
-    assert torch.equal(exponents.to(torch.int32), (unsigned >> (15 - fmt.exponent_bits)) & ((1 << fmt.exponent_bits) - 1))
+    assert torch.equal(
+        exponents.to(torch.int32), (unsigned >> (15 - fmt.exponent_bits)) & ((1 << fmt.exponent_bits) - 1)
+    )
 
 
 @settings(max_examples=60, deadline=None)

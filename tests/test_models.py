@@ -11,13 +11,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 import fsdp_ciera.recipes.models
 from fsdp_ciera.recipes.config import Recipe, load_recipe
@@ -112,9 +112,8 @@ def attention(x: Tensor, weights: Weights, prefix: str) -> Tensor:
     q, k, v = (
         (x @ weights[f"{prefix}.{p}_proj.weight"].T).view(length, HEADS, HEAD_DIM).transpose(0, 1) for p in "qkv"
     )
-    angles = torch.outer(torch.arange(length).float(), 10000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)).repeat(
-        1, 2
-    )
+    frequencies = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    angles = torch.outer(torch.arange(length).float(), frequencies).repeat(1, 2)
 
     def rotate(t: Tensor) -> Tensor:
         first, second = t.chunk(2, dim=-1)
@@ -122,7 +121,7 @@ def attention(x: Tensor, weights: Weights, prefix: str) -> Tensor:
 
     scores = rotate(q) @ rotate(k).transpose(1, 2) / HEAD_DIM**0.5
     scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
-    mixed = (scores.softmax(-1) @ v).transpose(0, 1).reshape(length, HIDDEN)
+    mixed: Tensor = (scores.softmax(-1) @ v).transpose(0, 1).reshape(length, HIDDEN)
     return mixed @ weights[f"{prefix}.o_proj.weight"].T
 
 
@@ -400,7 +399,7 @@ def test_llama4_published_layout(tmp_path: Path) -> None:
 # --- Refusals
 
 
-def break_weights(folder: Path, change: Callable[[Weights], None]) -> None:
+def break_weights(folder: Path, change: Callable[[Weights], object]) -> None:
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -425,7 +424,7 @@ def break_config(folder: Path, **changes: Any) -> None:
     ids=["missing", "unexpected", "shape"],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(
-    name: str, change: Callable[[Weights], None], message: str, tmp_path: Path
+    name: str, change: Callable[[Weights], object], message: str, tmp_path: Path
 ) -> None:
     folder, _ = NON_NATIVE[name][0](tmp_path / "published")
     break_weights(folder, change)
@@ -442,7 +441,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
 )
 def test_a_lost_expert_is_refused(name: str, expert: str, tmp_path: Path) -> None:
     folder, _ = NON_NATIVE[name][0](tmp_path / "published")
-    break_weights(folder, lambda weights: weights.pop(expert) and None)
+    break_weights(folder, lambda weights: weights.pop(expert))
     with pytest.raises((ValueError, RuntimeError), match=r"does not fit|conversion"):
         load_pretrained(folder, name)
 
@@ -533,47 +532,64 @@ def test_import_needs_no_transformers() -> None:
 # --- FSDP2
 
 
-def train_sharded(rank: int, world_size: int, name: str) -> tuple[float, float, float, list[str]]:
-    """One step of plain SGD on a sharded bf16 model, and on a copy that is not; what they say afterwards."""
+class Trained(NamedTuple):
+    """One step on a sharded model beside one on a copy that is not."""
+
+    first_loss: float
+    plain_loss: float
+    sharded_loss: float
+    num_different: int
+    transforms: list[str]
+
+
+def train_sharded(rank: int, world_size: int, names: list[str]) -> dict[str, Trained]:
+    """One step of plain SGD in bf16, every rank with the same tokens."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    torch.manual_seed(0)
-    plain: Any = build_model(name, tiny=True)
-    model: Any = pickle.loads(pickle.dumps(plain))
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    losses: list[nn.Module] = []
-    for trained in (plain, model):
-        trained(input_ids=tokens(), labels=tokens()).loss.backward()
-        with torch.no_grad():
-            for parameter in trained.parameters():
-                parameter -= 0.5 * parameter.grad
-        losses.append(trained(input_ids=tokens(), labels=tokens()).loss)
-    difference = max(
-        (full.full_tensor() if isinstance(full, DTensor) else full).sub(p).abs().max().item()
-        for full, p in zip(model.parameters(), plain.parameters(), strict=True)
-    )
-    mapping = get_model_conversion_mapping(model, add_legacy=False)
-    return float(losses[0]), float(losses[1]), difference, [type(transform).__name__ for transform in mapping]  # type: ignore[arg-type]
+    results = {}
+    for name in names:
+        torch.manual_seed(0)
+        plain: Any = build_model(name, tiny=True)
+        sharded: Any = pickle.loads(pickle.dumps(plain))
+        for layer in sharded.model.layers:
+            fully_shard(layer)
+        fully_shard(sharded)
+        losses = []
+        for model in (plain, sharded):
+            loss = model(input_ids=tokens(), labels=tokens()).loss
+            loss.backward()
+            losses.append(loss.item())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.5 * parameter.grad
+            losses.append(model(input_ids=tokens(), labels=tokens()).loss.item())
+        sharded.reshard()  # the root keeps its parameters after a forward pass
+        num_different = 0
+        for shard, whole in zip(sharded.parameters(), plain.parameters(), strict=True):
+            assert isinstance(shard, DTensor)
+            num_different += int((shard.full_tensor() != whole).sum())
+        transforms = [type(transform).__name__ for transform in get_model_conversion_mapping(sharded, add_legacy=False)]
+        results[name] = Trained(losses[0], losses[1], losses[3], num_different, transforms)
+    return results
 
 
-@pytest.mark.parametrize(
-    ("name", "transforms"),
-    [
-        ("deepseek-moe-16b", ["WeightConverter"] * 2),
-        ("minicpm-moe-8x2b", ["WeightRenaming"] + ["WeightConverter"] * 2),
-    ],
-)
-def test_fully_shard(name: str, transforms: list[str]) -> None:
-    """Our own two classes: one group per decoder layer in bf16, routers included, tied embeddings in the root."""
-    for plain, sharded, difference, mapping in run_ranks(train_sharded, 2, name):
-        # Both ranks saw the same tokens, so the mean of their gradients is the gradient.
-        assert sharded == plain and difference == 0.0
-        # Class renamed by fully_shard: the checkpoint mapping is still found, once.
-        assert mapping == transforms
+def test_fully_shard() -> None:
+    """One group per decoder layer in bf16: routers included, and tied embeddings in the root's."""
+    transforms = {
+        "deepseek-moe-16b": ["WeightConverter"] * 2,
+        "minicpm-moe-8x2b": ["WeightRenaming"] + ["WeightConverter"] * 2,
+    }
+    for rank, results in enumerate(run_ranks(train_sharded, 2, list(MODELS))):
+        assert results.keys() == MODELS.keys()
+        for name, trained in results.items():
+            # Both ranks saw the same tokens, so the mean of their gradients is the gradient.
+            assert trained.sharded_loss == trained.plain_loss and trained.num_different == 0, (rank, name)
+            assert trained.plain_loss < trained.first_loss, (rank, name)
+            # fully_shard renamed the class: the checkpoint mapping of our own two is found still, and once.
+            if name in transforms:
+                assert trained.transforms == transforms[name], (rank, name)
 
 
 # --- The recipes

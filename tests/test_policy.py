@@ -77,7 +77,9 @@ def test_budget_takes_the_largest_that_fit() -> None:
 def test_unsupported_torch_is_one_clear_error() -> None:
     for supported in ("2.9.0", "2.13.0+cpu", "2.14.1", "2.15.0a0+git12"):
         check_torch_version(supported)
-    with pytest.raises(UnsupportedTorchError, match=r"needs torch 2\.9 or newer .* but torch 2\.8\.0\+cu128 is installed"):
+    with pytest.raises(
+        UnsupportedTorchError, match=r"needs torch 2\.9 or newer .* but torch 2\.8\.0\+cu128 is installed"
+    ):
         check_torch_version("2.8.0+cu128")
 
 
@@ -91,7 +93,7 @@ def surface(rank: int, world_size: int) -> None:
         stats(plain)
     with pytest.raises(CieraPolicyError, match=r"already under FSDP2.*call fsdp_ciera.attach\(model, policy\)"):
         fully_shard(plain, ciera_policy=policy)
-    with pytest.raises(CieraPolicyError, match="must be a fsdp_ciera.CieraPolicy"):
+    with pytest.raises(CieraPolicyError, match=r"must be a fsdp_ciera\.CieraPolicy"):
         fully_shard(nn.Linear(8, 8), ciera_policy="paper")  # type: ignore[arg-type]
     with pytest.raises(CieraPolicyError, match="Linear holds no FSDP2 module: call fully_shard on it first"):
         attach(nn.Linear(8, 8), policy)

@@ -76,9 +76,7 @@ class Trunk(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(VOCAB, case.hidden)
-        self.layers = nn.ModuleList(
-            Layer(case.num_experts, case.hidden, case.intermediate) for _ in range(NUM_LAYERS)
-        )
+        self.layers = nn.ModuleList(Layer(case.num_experts, case.hidden, case.intermediate) for _ in range(NUM_LAYERS))
         self.norm = nn.LayerNorm(case.hidden)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -270,9 +268,8 @@ def compare_with_stock(rank: int, world_size: int, case: Case, policy: CieraPoli
     got, report = run(case, policy)
     assert len(expected) == len(got) > 0
     for index, (a, b) in enumerate(zip(expected, got, strict=True)):
-        assert torch.equal(bits(a), bits(b)), f"rank {rank}: tensor {index} of {len(expected)} differs, {case}, {policy}"
+        assert torch.equal(bits(a), bits(b)), (
+            f"rank {rank}: tensor {index} of {len(expected)} differs, {case}, {policy}"
+        )
     assert report is not None
     return report
-
-
-

@@ -3,6 +3,8 @@
     sender    split -> exponents | sign+mantissa;  Hash: 128 bits per block of exponents;  changed = hash != HashCache
               payload = bitmap | sign+mantissa of all blocks | entropy-coded exponents of the changed blocks
     receiver  ExpCache[changed blocks] = decoded exponents;  merge(ExpCache, sign+mantissa)
+
+The bytes are described in docs/wire-format.md.
 """
 
 from __future__ import annotations
