@@ -59,7 +59,42 @@ def _finetune(parsed: argparse.Namespace) -> int:
     return launch(parsed.recipe, parsed.overrides)
 
 
-_COMMANDS: tuple[Callable[[_Commands], None], ...] = (_add_finetune,)
+def _add_demo(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="fine-tune a pretrained MoE twice, stock FSDP2 beside fsdp_ciera, and compare every bit",
+        description="Fine-tune SmolLM2-135M, upcycled to a Mixtral of 4 experts, on the Python standard library's source: "
+        "once under stock FSDP2 and once under fsdp_ciera with the same seeds. Exits with 1 if a bit differs.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--out", metavar="FOLDER", default="runs/demo", help="where results go")
+    parser.add_argument("--ranks", type=_count, default=4, help="gloo ranks on this machine")
+    parser.add_argument("--steps", type=_count, default=16, help="optimizer steps of each run")
+    parser.add_argument("--lr", type=float, default=1e-5, help="learning rate")
+    parser.add_argument("--seq-len", type=_count, default=128, help="tokens a rank and step")
+    parser.set_defaults(run=_demo)
+
+
+def _demo(parsed: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from fsdp_ciera.recipes.demo import DemoOptions, run_demo
+
+    return run_demo(
+        DemoOptions(
+            output=Path(parsed.out), ranks=parsed.ranks, steps=parsed.steps, lr=parsed.lr, seq_len=parsed.seq_len
+        )
+    )
+
+
+def _count(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return number
+
+
+_COMMANDS: tuple[Callable[[_Commands], None], ...] = (_add_finetune, _add_demo)
 """Each adds one sub-command, with `set_defaults(run=function)`; the function takes the parsed arguments and returns the
 exit code. What is slow to import is imported in the function."""
 

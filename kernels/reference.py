@@ -7,6 +7,7 @@ not wait for a device.
 from __future__ import annotations
 
 import torch
+
 from fsdp_ciera.kernels.formats import FloatFormat, packed_bytes
 
 HASH_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)  # two independent streams: the first digits of pi after the point

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fsdp_ciera.kernels.formats import FORMATS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.entropy import Coding, code_section, decode_section
 from fsdp_ciera.errors import CieraDecodeError
+from fsdp_ciera.kernels.formats import FORMATS
 from fsdp_ciera.layout import Layout, build_layout
 from fsdp_ciera.lockstep import LockstepState
 from fsdp_ciera.wire import payload_bytes, read_sections, write_payload

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fsdp_ciera.kernels.formats import FORMATS, FloatFormat, packed_bytes
 from fsdp_ciera.kernels.reference import (
     HASH_SEEDS,
@@ -15,8 +18,6 @@ from fsdp_ciera.kernels.reference import (
     splitmix64,
     unpack_bits,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 MASK = (1 << 64) - 1
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_ciera.policies.budget import select_within_budget
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -15,6 +14,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fsdp_ciera import CieraConflictError, CieraPolicy, CieraPolicyError, attach, detach, fully_shard, stats
 from fsdp_ciera._compat import AllGather, check_torch_version, get_comm, is_default_comm, param_groups, set_comm
 from fsdp_ciera.errors import UnsupportedTorchError
+from fsdp_ciera.policies.budget import select_within_budget
 from fsdp_ciera.policy import parse_byte_size
 from ranks import run_ranks
 from tiny_moe import Case, build

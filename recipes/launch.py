@@ -1,0 +1,121 @@
+"""Starts a recipe: in this process under torchrun, otherwise in one process per rank on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fsdp_ciera.recipes.config import load_recipe
+
+_GRACE_SECONDS = 10.0  # for ranks to end on their own, once one has failed or the run was interrupted
+_POLL_SECONDS = 0.05
+
+
+def launch(recipe_path: str | Path, overrides: Sequence[str] = ()) -> int:
+    """Runs the recipe and returns the exit code: 0, the first failed rank's, or 130 after Ctrl-C.
+
+    With `RANK` and `WORLD_SIZE` in the environment (torchrun) this process is one rank. Otherwise `parallel.ranks`
+    processes are started here, and stopped together when one fails. Raises `RecipeError` or `CieraPolicyError`, before
+    anything is started as far as that can be known.
+    """
+    recipe = load_recipe(recipe_path, overrides)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        from fsdp_ciera.recipes.train import train
+
+        train(recipe)
+        return 0
+    from fsdp_ciera.recipes.data import find_files
+    from fsdp_ciera.recipes.shard import ciera_policy
+
+    ciera_policy(recipe.ciera)
+    find_files(recipe.data.files)
+    command = [sys.executable, "-m", "fsdp_ciera", "finetune", str(recipe_path)]
+    command += [argument for override in overrides for argument in ("--set", override)]
+    return run_local_ranks(command, recipe.parallel.ranks)
+
+
+def run_local_ranks(command: Sequence[str], num_ranks: int) -> int:
+    """Runs `command` as ranks 0 to `num_ranks - 1` of one process group on 127.0.0.1, and returns the exit code.
+
+    When a rank fails the others are stopped; Ctrl-C and SIGTERM are passed on. No rank outlives the call.
+    """
+    port = _free_port()
+    ranks: list[subprocess.Popen[bytes]] = []
+    with _sigterm_interrupts():
+        try:
+            for rank in range(num_ranks):
+                # A session of its own, or a terminal's Ctrl-C would reach the ranks twice: from it and from us.
+                environment = _rank_environment(rank, num_ranks, port)
+                ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
+            return _wait(ranks)
+        except KeyboardInterrupt:
+            for process in ranks:
+                process.send_signal(signal.SIGINT)
+            _await_end(ranks)
+            return 128 + signal.SIGINT
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+
+
+def _rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """What torchrun would set, for ranks of one machine; what the caller has set stays."""
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS is not deterministic
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    ours = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+    }  # fmt: skip
+    return {**defaults, **os.environ, **{name: str(value) for name, value in ours.items()}}
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """0 once all ranks have ended well; otherwise the code of the first that did not, after the others' grace."""
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = [code for code in codes if code]
+        if failed:
+            _await_end(ranks)
+            return failed[0] if failed[0] > 0 else 128 - failed[0]  # Popen reports death by signal N as -N
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(_POLL_SECONDS)
+
+
+def _await_end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for process in ranks:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Inside, SIGTERM ends this process the way Ctrl-C does. Signals belong to the main thread; elsewhere, nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

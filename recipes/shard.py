@@ -1,0 +1,101 @@
+"""Shards a transformers causal LM: one FSDP2 group per decoder layer, one for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_ciera.errors import RecipeError
+from fsdp_ciera.recipes.config import Ciera, Parallel, Recipe
+
+if TYPE_CHECKING:
+    from fsdp_ciera import CieraPolicy
+
+# Where the causal LMs of transformers keep their decoder layers; the later ones are multimodal models.
+_LAYER_PATHS = ("model.layers", "model.language_model.layers", "language_model.model.layers", "language_model.layers")
+
+
+def build_mesh(parallel: Parallel, device: torch.device, num_ranks: int) -> DeviceMesh:
+    """The FSDP mesh: `(shard,)`, or `(replicate, shard)` for HSDP. Ranks that do not divide are a `RecipeError`."""
+    num_shards, remainder = divmod(num_ranks, parallel.replicate)
+    if remainder:
+        raise RecipeError(f"parallel.replicate: got {parallel.replicate}, allowed: a divisor of the {num_ranks} ranks")
+    reshard = parallel.reshard_after_forward
+    if not isinstance(reshard, bool) and (reshard >= num_shards or num_shards % reshard):
+        raise RecipeError(
+            f"parallel.reshard_after_forward: got {reshard}, allowed: true, false or a divisor of the {num_shards} "
+            "ranks that share a copy of the model, smaller than their number"
+        )
+    if parallel.replicate == 1:
+        return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (parallel.replicate, num_shards), mesh_dim_names=("replicate", "shard"))
+
+
+def shard_model(model: nn.Module, recipe: Recipe, mesh: DeviceMesh) -> None:
+    """Turns `model` (fp32, on CPU or the mesh's device) into an FSDP2 model in place.
+
+    Every decoder layer is a group of its own; embeddings, final norm and LM head form the root's, so that tied
+    embeddings stay in one group. Master weights stay fp32; gathers and compute are in `parallel.param_dtype`. With
+    `ciera.policy` other than `"none"` each group's gather goes through fsdp_ciera.
+    """
+    parallel = recipe.parallel
+    layers = decoder_layers(model)
+    if recipe.train.activation_checkpointing:
+        # transformers checkpoints a layer's `forward`, inside FSDP2's hooks and without renaming a parameter, which
+        # torch's checkpoint_wrapper would do.
+        model.activation_checkpointing_enable()  # type: ignore[operator]
+    shard = partial(
+        _fully_shard(recipe.ciera),
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=getattr(torch, parallel.param_dtype), reduce_dtype=getattr(torch, parallel.reduce_dtype)
+        ),
+    )
+    for layer in layers:
+        shard(layer, reshard_after_forward=parallel.reshard_after_forward)
+    # The root's parameters are the first that backward needs, so FSDP2 keeps them after forward on its own.
+    shard(model)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a transformers causal LM, in order. Raises `RecipeError` for an unknown structure."""
+    for path in _LAYER_PATHS:
+        try:
+            layers = attrgetter(path)(model)
+        except AttributeError:
+            continue
+        if isinstance(layers, nn.ModuleList) and len(layers):
+            return list(layers)
+    raise RecipeError(
+        f"model.folder: {type(model).__name__} has no decoder layers under any of {', '.join(_LAYER_PATHS)}"
+    )
+
+
+def ciera_policy(ciera: Ciera) -> CieraPolicy | None:
+    """The policy that the recipe's section describes, `None` for stock FSDP2. Raises `CieraPolicyError`."""
+    if ciera.policy == "none":
+        return None
+    from fsdp_ciera import CieraPolicy
+
+    given = {f.name: getattr(ciera, f.name) for f in fields(ciera) if f.name != "policy"}
+    changes = {name: value for name, value in given.items() if value is not None}
+    return CieraPolicy.paper(**changes) if ciera.policy == "paper" else CieraPolicy(**changes)
+
+
+def _fully_shard(ciera: Ciera) -> Callable[..., Any]:
+    """FSDP2's `fully_shard`, or fsdp_ciera's with the recipe's policy."""
+    if ciera.policy == "none":
+        from torch.distributed.fsdp import fully_shard
+
+        return fully_shard
+    import fsdp_ciera
+
+    return partial(fsdp_ciera.fully_shard, ciera_policy=ciera_policy(ciera))

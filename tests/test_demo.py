@@ -1,0 +1,59 @@
+"""`ciera demo`: both runs, the summary, the picture, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_ciera.recipes.demo import DemoOptions, summarize
+from fsdp_ciera.recipes.demo_model import DemoModel
+from fsdp_ciera.recipes.train import TrainResult
+
+STATS = {
+    "raw_bytes": 8, "wire_bytes": 4, "ratio": 2.0, "warm_ratio": 2.0, "reuse_rate": 1.0, "cache_bytes": 1,
+}  # fmt: skip
+
+
+def result(losses: list[float], stats: dict[str, Any] | None = None) -> TrainResult:
+    return TrainResult(first_step=0, losses=losses, grad_norms=[1.0] * len(losses), seconds=losses, stats=stats)
+
+
+@pytest.mark.parametrize(
+    ("losses", "same_parameters", "identical", "difference"),
+    [
+        ([2.0, 1.0], True, True, 0.0),
+        ([2.0, 1.0], False, False, 0.0),
+        ([2.0, 1.0 + 2**-23], True, False, 2**-23),
+    ],
+)
+def test_summary_tells_when_a_bit_differs(
+    losses: list[float], same_parameters: bool, identical: bool, difference: float
+) -> None:
+    model = DemoModel(folder=Path("x"), name="m", pretrained=True, num_layers=1, num_parameters=1)
+    summary = summarize(DemoOptions(steps=2), model, result([2.0, 1.0]), result(losses, STATS), same_parameters)
+    assert summary["bit_identical"] is identical
+    assert summary["max_abs_loss_diff"] == difference
+
+
+def test_demo_end_to_end(tmp_path: Path) -> None:
+    output = tmp_path / "demo"
+    command = [sys.executable, "-m", "fsdp_ciera", "demo", "--out", str(output), "--steps", "3", "--ranks", "2"]
+    done = subprocess.run([*command, "--seq-len", "32"], capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "every loss and every parameter has the same bits" in done.stdout
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["bit_identical"] is True
+    assert summary["max_abs_loss_diff"] == 0
+    assert (summary["steps"], summary["world_size"], len(summary["losses"]["ciera"])) == (3, 2, 3)
+    assert summary["policy"]["codecs"] == ["exponent_block"]
+    assert summary["raw_bytes"] / summary["wire_bytes"] == pytest.approx(summary["ratio"])
+    assert summary["ratio_without_cold_gathers"] >= 1.85
+    for run in ("stock", "ciera"):
+        lines = [json.loads(line) for line in (output / run / "metrics.jsonl").read_text().splitlines()]
+        assert [line["loss"] for line in lines] == summary["losses"][run]
+    assert (output / "bytes.png").read_bytes().startswith(b"\x89PNG")
