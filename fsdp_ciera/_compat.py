@@ -72,6 +72,7 @@ __all__ = [
     "all_gather_bytes",
     "all_gather_flat",
     "check_torch_version",
+    "gather_dtype",
     "gather_world_sizes",
     "get_comm",
     "group_phase",
@@ -163,6 +164,12 @@ def _gathered_tensors(param: Any) -> Sequence[torch.Tensor]:
     return (param._sharded_param_data,)
 
 
+def gather_dtype(group: FSDPParamGroup) -> torch.dtype:
+    """The dtype that the group's buffer will have: the parameters' own after the cast, or uint8 when they differ."""
+    dtypes = {param.param_dtype or param._sharded_param_data.dtype for param in group.fsdp_params}
+    return dtypes.pop() if len(dtypes) == 1 else torch.uint8
+
+
 def group_phase(group: FSDPParamGroup) -> str:
     """What the gather is for: "forward", "backward", or "other" (a call of `unshard()` by the user)."""
     state = group._training_state
@@ -191,5 +198,6 @@ def gather_world_sizes(group: FSDPParamGroup) -> list[int]:
 def sibling_groups(group: FSDPParamGroup) -> list[FSDPParamGroup]:
     """All parameter groups under the same FSDP root, in the root's order; just `group` before the root's first forward."""
     state = cast(FSDPModule, group.modules[0])._get_fsdp_state()
-    groups = [sibling for other in state._state_ctx.all_states for sibling in _groups_of_state(other)]
-    return groups if any(sibling is group for sibling in groups) else [group]
+    # fully_shard([a, b]) gives two modules one state, which torch before 2.12 lists twice
+    groups = {id(sibling): sibling for other in state._state_ctx.all_states for sibling in _groups_of_state(other)}
+    return list(groups.values()) if id(group) in groups else [group]

@@ -233,7 +233,7 @@ class CieraAllGather(AllGather):
             warnings.warn(f"fsdp_ciera: {text}", stacklevel=2)
         sent = (group.size() - 1) * local.numel() * local.element_size()
         self._counts.world_size = group.size()
-        self._counts.count(f"cold/{group_phase(self.param_group)}", sent, sent, [("other", "raw", sent, sent)])
+        self._counts.count(f"plain/{group_phase(self.param_group)}", sent, sent, [("other", "raw", sent, sent)])
         work = all_gather_flat(output, local, group, async_op)
         return work if async_op else None
 
@@ -245,8 +245,7 @@ class CieraAllGather(AllGather):
 
     def _open_stream(self, local: torch.Tensor, group: dist.ProcessGroup) -> _Stream:
         module, names, sizes = param_names_and_sizes(self.param_group, local.dtype)
-        codecs = codecs_of(self, local.dtype) if len(names) == len(sizes) else ()
-        layout = build_layout(names, sizes, codecs, local.numel(), local.dtype)
+        layout = build_layout(names, sizes, codecs_of(self, local.dtype), local.numel(), local.dtype)
         if layout.is_raw and any(codec != "raw" for codec in self.policy.codecs) and local.dtype == torch.uint8:
             self._counts.note(f"{module}: a group of mixed dtypes is gathered as bytes, so it goes raw")
         state = LockstepState(layout, self.policy.block_size, group.size(), group.rank())

@@ -9,6 +9,7 @@ import torch
 
 from fsdp_ciera._compat import (
     FSDPParamGroup,
+    gather_dtype,
     gather_world_sizes,
     get_comm,
     param_names_and_sizes,
@@ -32,41 +33,42 @@ class _Shard(NamedTuple):
 def codecs_of(comm: CieraAllGather, dtype: torch.dtype) -> Sequence[str]:
     """The codec of every parameter of `comm`'s group when gathered as `dtype`.
 
-    The first call plans for all groups under the same FSDP root that carry the same policy, since they share its
+    The first call plans for all groups under the same FSDP root that carry an equal policy, since they share its
     `cache_budget`. A group that is planned keeps its plan, and its share of the budget.
     """
     if comm.planned_codecs is None:
-        _plan(comm, dtype)
+        _plan(comm)
     assert comm.planned_codecs is not None
     return tuple(codec if CODECS[codec].supports(dtype) else "raw" for codec in comm.planned_codecs)
 
 
-def _plan(first: CieraAllGather, dtype: torch.dtype) -> None:
-    from fsdp_ciera.collective import CieraAllGather
-
+def _plan(first: CieraAllGather) -> None:
     policy = first.policy
-    comms = [get_comm(group) for group in sibling_groups(first.param_group)]
-    peers = [comm for comm in comms if isinstance(comm, CieraAllGather) and comm.policy == policy]
-    budget_bytes = policy.cache_budget_bytes
+    siblings = [get_comm(group) for group in sibling_groups(first.param_group)]
+    comms = [comm for comm in siblings if isinstance(comm, type(first)) and comm.policy == policy]
+    left_bytes = policy.cache_budget_bytes
     shards: list[_Shard] = []
-    for comm in peers:
-        if comm.planned_codecs is not None:
-            if budget_bytes is not None:
-                budget_bytes -= sum(s.cache_bytes for s in _shards(comm, comm.planned_codecs, dtype))
-            continue
-        _, names, _ = param_names_and_sizes(comm.param_group, dtype)
-        shards += _shards(comm, [policy.codec_for(categorize(name)) for name in names], dtype)
-    keep = select_within_budget([shard.cache_bytes for shard in shards], budget_bytes)
-    for comm in peers:
+    for comm in comms:
+        if comm.planned_codecs is None:
+            shards += _shards(comm, None)
+        elif left_bytes is not None:
+            left_bytes -= sum(shard.cache_bytes for shard in _shards(comm, comm.planned_codecs))
+    keep = select_within_budget([shard.cache_bytes for shard in shards], left_bytes)
+    for comm in comms:
         if comm.planned_codecs is None:
             mine = [(shard, kept) for shard, kept in zip(shards, keep, strict=True) if shard.comm is comm]
             comm.planned_codecs = tuple(shard.codec if kept else "raw" for shard, kept in mine)
 
 
-def _shards(comm: CieraAllGather, codecs: Sequence[str], dtype: torch.dtype) -> list[_Shard]:
-    _, _, sizes = param_names_and_sizes(comm.param_group, dtype)
+def _shards(comm: CieraAllGather, codecs: Sequence[str] | None) -> list[_Shard]:
+    """The parameters of a group with the given codecs, or with those that the policy gives their categories."""
+    group, policy = comm.param_group, comm.policy
+    dtype = gather_dtype(group)
+    _, names, sizes = param_names_and_sizes(group, dtype)
+    if codecs is None:
+        codecs = [policy.codec_for(categorize(name)) for name in names]
     return [
-        _Shard(comm, codec, cache_bytes_of(comm.param_group, codec, size, dtype, comm.policy.block_size))
+        _Shard(comm, codec, cache_bytes_of(group, codec, size, dtype, policy.block_size))
         for codec, size in zip(codecs, sizes, strict=True)
     ]
 

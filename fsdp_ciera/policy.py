@@ -45,9 +45,8 @@ class CieraPolicy:
     the LM head) and `other`. The rest of a group goes raw in the same gather. `None`: all of them."""
 
     cache_budget: str | int | None = None
-    """Most bytes of receiver caches per module that carries this policy on each rank: a number of bytes or a string such
-    as `"8GiB"`. With `attach` that is the whole model. Runs that do not fit go raw, the largest first to be kept.
-    `None`: no limit."""
+    """Most bytes of caches on each rank, for all modules under one FSDP root that carry an equal policy: a number of bytes
+    or a string such as `"8GiB"`. Parameters that do not fit go raw, the largest are kept first. `None`: no limit."""
 
     block_size: int = 512
     """Values per block (the paper's B): a multiple of 8 from 64 to 4096."""
