@@ -72,6 +72,7 @@ __all__ = [
     "all_gather_bytes",
     "all_gather_flat",
     "check_torch_version",
+    "default_store",
     "gather_dtype",
     "gather_world_sizes",
     "get_comm",
@@ -99,6 +100,11 @@ def all_gather_bytes(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     gathered = torch.empty(world_size, local.numel(), dtype=torch.uint8, device=local.device)
     all_gather_flat(gathered.view(-1), local, group, async_op=False)
     return gathered
+
+
+def default_store() -> dist.Store:
+    """The key-value store that the default process group was made with."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def param_groups(module: nn.Module) -> list[FSDPParamGroup]:

@@ -245,7 +245,8 @@ class CieraAllGather(AllGather):
 
     def _open_stream(self, local: torch.Tensor, group: dist.ProcessGroup) -> _Stream:
         module, names, sizes = param_names_and_sizes(self.param_group, local.dtype)
-        layout = build_layout(names, sizes, codecs_of(self, local.dtype), local.numel(), local.dtype)
+        codecs = codecs_of(self, local.dtype, group)
+        layout = build_layout(names, sizes, codecs, local.numel(), local.dtype)
         if layout.is_raw and any(codec != "raw" for codec in self.policy.codecs) and local.dtype == torch.uint8:
             self._counts.note(f"{module}: a group of mixed dtypes is gathered as bytes, so it goes raw")
         state = LockstepState(layout, self.policy.block_size, group.size(), group.rank())

@@ -16,7 +16,18 @@ from fsdp_ciera.kernels.reference import pack_bits, unpack_bits
 if TYPE_CHECKING:
     import numpy as np
 
-_ZSTD_LEVEL = 1  # exponents have no matches worth searching for: Huffman does the work, which level 1 has
+_ZSTD_PARAMETERS = zstandard.ZstdCompressionParameters.from_level(
+    1,
+    strategy=zstandard.STRATEGY_FAST,
+    min_match=7,
+    hash_log=6,
+    window_log=17,
+    target_length=0,
+    write_content_size=True,
+)
+"""Exponents hold no matches worth having, only skewed counts: the least search that zstd offers leaves them to Huffman.
+On exponents of SmolLM2-135M that is 2.66 bits a value where level 1 needs 2.92 (their entropy is 2.61), and 2.5 times as
+fast."""
 _SMALLEST_TO_CODE_BYTES = 48  # below it a zstd frame's header eats the gain
 
 
@@ -49,7 +60,7 @@ def code_section(symbols: torch.Tensor, symbol_bits: int = 8) -> Section:
     num_symbols = symbols.numel()
     plain_bytes = packed_bytes(num_symbols, symbol_bits)
     if num_symbols >= _SMALLEST_TO_CODE_BYTES:
-        compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=False)
+        compressor = zstandard.ZstdCompressor(compression_params=_ZSTD_PARAMETERS)
         frame = compressor.compress(symbols.contiguous().numpy().data)
         if len(frame) < plain_bytes:
             return Section(Coding.ZSTD, frame)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from fsdp_ciera._compat import (
     FSDPParamGroup,
@@ -19,6 +20,7 @@ from fsdp_ciera._compat import (
 from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.policies.budget import select_within_budget
 from fsdp_ciera.policies.categories import categorize
+from fsdp_ciera.presence import wait_for_peers
 
 if TYPE_CHECKING:
     from fsdp_ciera.collective import CieraAllGather
@@ -30,13 +32,16 @@ class _Shard(NamedTuple):
     cache_bytes: int
 
 
-def codecs_of(comm: CieraAllGather, dtype: torch.dtype) -> Sequence[str]:
+def codecs_of(comm: CieraAllGather, dtype: torch.dtype, group: dist.ProcessGroup) -> Sequence[str]:
     """The codec of every parameter of `comm`'s group when gathered as `dtype`.
 
     The first call plans for all groups under the same FSDP root that carry an equal policy, since they share its
-    `cache_budget`. A group that is planned keeps its plan, and its share of the budget.
+    `cache_budget`, and waits a little for the peers in the process group `group` (fsdp_ciera.presence). A group that is
+    planned keeps its plan, and its share of the budget.
     """
     if comm.planned_codecs is None:
+        module, _, _ = param_names_and_sizes(comm.param_group, dtype)
+        wait_for_peers(group, module)
         _plan(comm)
     assert comm.planned_codecs is not None
     return tuple(codec if CODECS[codec].supports(dtype) else "raw" for codec in comm.planned_codecs)

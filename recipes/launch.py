@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from fsdp_ciera.recipes.config import load_recipe
 
@@ -42,9 +43,10 @@ def launch(recipe_path: str | Path, overrides: Sequence[str] = ()) -> int:
     return run_local_ranks(command, recipe.parallel.ranks)
 
 
-def run_local_ranks(command: Sequence[str], num_ranks: int) -> int:
+def run_local_ranks(command: Sequence[str], num_ranks: int, defaults: Mapping[str, str] = MappingProxyType({})) -> int:
     """Runs `command` as ranks 0 to `num_ranks - 1` of one process group on 127.0.0.1, and returns the exit code.
 
+    `defaults` are environment variables for the ranks, unless the caller's environment has them.
     When a rank fails the others are stopped; Ctrl-C and SIGTERM are passed on. No rank outlives the call.
     """
     port = _free_port()
@@ -53,7 +55,7 @@ def run_local_ranks(command: Sequence[str], num_ranks: int) -> int:
         try:
             for rank in range(num_ranks):
                 # A session of its own, or a terminal's Ctrl-C would reach the ranks twice: from it and from us.
-                environment = _rank_environment(rank, num_ranks, port)
+                environment = {**defaults, **_rank_environment(rank, num_ranks, port)}
                 ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
             return _wait(ranks)
         except KeyboardInterrupt:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_ciera
-from fsdp_ciera import CieraPolicy, collective, lockstep
+from fsdp_ciera import CieraPolicy, collective, lockstep, presence
 from fsdp_ciera.errors import CieraDesyncError, CieraMismatchError, CieraPeerError, CieraVerifyError
 from fsdp_ciera.lockstep import LockstepState
 from fsdp_ciera.wire import pack_header
@@ -173,3 +175,39 @@ def test_phases_are_told_apart_by_bytes() -> None:
     }  # fmt: skip
     [phases, _] = run_ranks(gathers_by_phase, 2, ("train", "invalidate_rank_0", "train"))
     assert phases == {"cold/forward": 6, "repeat/backward": 4}
+
+
+def step_without_policy_on_rank_1(rank: int, world_size: int, log: Path) -> None:
+    presence.PATIENCE_SECONDS = 1.0
+    warnings.simplefilter("always")
+
+    def keep(message: Warning | str, *arguments: Any) -> None:
+        (log / f"{rank}.txt").write_text(str(message))
+
+    warnings.showwarning = keep
+    build(Case(), CieraPolicy() if rank != 1 else None)(torch.arange(29))
+
+
+def test_a_rank_without_a_policy_is_named_before_gloo_ends_the_processes(tmp_path: Path) -> None:
+    run_ranks(step_without_policy_on_rank_1, 3, tmp_path, timeout_s=60, expect_failure=True)
+    for rank in (0, 2):
+        text = (tmp_path / f"{rank}.txt").read_text()
+        assert "module 'FSDPTinyMoe': ranks [1] of its group have not come to its first gather for 1 s" in text
+
+
+def late_rank(rank: int, world_size: int) -> tuple[int, list[str]]:
+    presence.PATIENCE_SECONDS = 0.5
+    model = build(Case(), CieraPolicy())
+    if rank == 2:
+        time.sleep(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(torch.arange(29))
+    return fsdp_ciera.stats(model).num_gathers, [str(w.message) for w in caught if "fsdp_ciera" in str(w.message)]
+
+
+def test_a_late_rank_costs_one_warning_and_nothing_else() -> None:
+    on_time, _, late = run_ranks(late_rank, 3)
+    assert on_time[0] == late[0] == 3
+    assert ["ranks [2] of its group have not come" in text for text in on_time[1]] == [True]
+    assert late[1] == []

@@ -52,7 +52,7 @@ def test_every_python_example_is_run() -> None:
 def test_files_of_the_tour_exist() -> None:
     root = README.parent
     text = README.read_text().split("## A tour of the files")[1]
-    names = [name for name in re.findall(r"`([\w/]+\.(?:py|md))`", text)]
+    names = re.findall(r"`([\w/]+\.(?:py|md))`", text)
     assert len(names) >= 10
     for name in names:
         assert any(root.glob(f"**/{name}")), name
