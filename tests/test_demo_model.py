@@ -140,7 +140,8 @@ def test_upcycled_computes_the_dense_function(dense, cut) -> None:
     assert moe.lm_head.weight is moe.model.embed_tokens.weight
     with torch.no_grad():
         expected, actual = cut(input_ids=windows).logits, moe(input_ids=windows).logits
-    # fp32 sums in another order: the two chosen experts' outputs are weighted by p and 1 - p and added. 6e-5 seen, of logits up to 36.
+    # fp32 sums in another order: the outputs of two experts are weighted by p and 1 - p, then added. Seen: 6e-5, of
+    # logits up to 36.
     assert (expected - actual).abs().max() < 5e-4
     with torch.no_grad():
         moe.model.layers[2].mlp.experts.down_proj[0].mul_(2)
