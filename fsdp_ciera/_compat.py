@@ -102,9 +102,9 @@ def all_gather_bytes(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     return gathered
 
 
-def default_store() -> dist.Store:
+def default_store() -> Any:
     """The key-value store that the default process group was made with."""
-    return dist.distributed_c10d._get_default_store()
+    return dist.distributed_c10d._get_default_store()  # a torch Store, which mypy cannot see
 
 
 def param_groups(module: nn.Module) -> list[FSDPParamGroup]:
