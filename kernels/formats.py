@@ -47,6 +47,13 @@ class FloatFormat:
         """Bytes of the sign+mantissa plane of `num_values` values: whole low bytes, then the top bits packed."""
         return num_values * (self.item_bytes - 1) + packed_bytes(num_values, self.top_bits)
 
+    def remainder_slices(self, num_values: int, chunk: slice) -> tuple[slice, slice]:
+        """Where a chunk of values (its start a multiple of 8) lies in the plane: its low bytes, its packed top bits."""
+        num_low_bytes = self.item_bytes - 1
+        packed_start = num_values * num_low_bytes + packed_bytes(chunk.start, self.top_bits)
+        packed_stop = packed_start + packed_bytes(chunk.stop - chunk.start, self.top_bits)
+        return slice(chunk.start * num_low_bytes, chunk.stop * num_low_bytes), slice(packed_start, packed_stop)
+
 
 def packed_bytes(num_values: int, width_bits: int) -> int:
     """Bytes that `num_values` values of `width_bits` bits pack into."""

@@ -2,9 +2,15 @@
 
 All functions are batched over rows (one row per rank), take and return contiguous or strided tensors as said, and do
 not wait for a device.
+
+[Note: Chunks] Temporaries are made a chunk of values at a time. A temporary as large as a shard would be fresh memory from
+the operating system in every call, and its page faults cost ten times the arithmetic (benchmarks/codecs.py shows it).
+Test: test_kernels_reference.py, lengths around a chunk.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
@@ -12,7 +18,13 @@ from fsdp_ciera.kernels.formats import FloatFormat, packed_bytes
 
 HASH_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)  # two independent streams: the first digits of pi after the point
 _GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment: 2**64 / golden ratio
-_HASH_CHUNK_BLOCKS = 1 << 14  # bounds the temporaries of one hash call to a few MiB
+CHUNK_VALUES = 1 << 17  # a multiple of 8, so that packed bits of a chunk begin at a byte
+
+
+def _chunks(num_values: int, chunk_values: int = CHUNK_VALUES) -> Iterator[slice]:
+    """See [Note: Chunks]."""
+    for start in range(0, num_values, chunk_values):
+        yield slice(start, min(start + chunk_values, num_values))
 
 
 def _signed(value: int) -> int:
@@ -53,8 +65,7 @@ def hash_blocks(exponents: torch.Tensor) -> torch.Tensor:
     hashes = torch.empty(num_blocks, 2, dtype=torch.int64, device=exponents.device)
     for stream, seed in enumerate(HASH_SEEDS):
         keys = steps + _signed(seed)
-        for start in range(0, num_blocks, _HASH_CHUNK_BLOCKS):
-            chunk = slice(start, start + _HASH_CHUNK_BLOCKS)
+        for chunk in _chunks(num_blocks, max(1, CHUNK_VALUES // num_words)):
             hashes[chunk, stream] = splitmix64(splitmix64(words[chunk] ^ keys).sum(dim=1) ^ _signed(seed))
     return hashes
 
@@ -95,38 +106,54 @@ def split_planes(values: torch.Tensor, fmt: FloatFormat) -> tuple[torch.Tensor, 
     """
     rows, num_values = values.shape
     bits = values.contiguous().view(fmt.int_dtype)
-    if fmt.remainder_is_low_byte:  # bf16: narrowing conversions are vectorised, byte strides are not
-        exponents = (bits >> 7).to(torch.uint8)
-        return exponents, (bits << 1).bitwise_or_((bits >> 15).bitwise_and_(1)).to(torch.uint8)
-    rotated = (bits << 1) | ((bits >> (8 * fmt.item_bytes - 1)) & 1)
-    planes = rotated.view(torch.uint8).view(rows, num_values, fmt.item_bytes)
-    top = planes[:, :, -1]
-    low = planes[:, :, :-1].reshape(rows, -1)
-    if fmt.top_bits == 0:
-        return top.contiguous(), low
-    packed = pack_bits(top & ((1 << fmt.top_bits) - 1), fmt.top_bits)
-    return top >> fmt.top_bits, torch.cat([low, packed], dim=1)
-
-
-def merge_planes(exponents: torch.Tensor, remainder: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """The inverse of `split_planes` (the paper's "merge"): -> values [rows, n] of `fmt.dtype`, bit for bit."""
-    rows, num_values = exponents.shape
-    if fmt.remainder_is_low_byte:
-        merged = remainder.to(torch.int16)
-        sign = merged << 15
-        merged = merged.bitwise_right_shift_(1).bitwise_or_(sign)
-        return merged.bitwise_or_(exponents.to(torch.int16).bitwise_left_shift_(7)).view(fmt.dtype)
-    num_low_bytes = fmt.item_bytes - 1
-    planes = torch.empty(rows, num_values, fmt.item_bytes, dtype=torch.uint8, device=exponents.device)
-    planes[:, :, :-1] = remainder[:, : num_values * num_low_bytes].reshape(rows, num_values, num_low_bytes)
-    if fmt.top_bits == 0:
-        planes[:, :, -1] = exponents
-    else:
-        top = unpack_bits(remainder[:, num_values * num_low_bytes :], num_values, fmt.top_bits)
-        planes[:, :, -1] = (exponents << fmt.top_bits) | top
-    rotated = planes.view(fmt.int_dtype).view(rows, num_values)
+    exponents = torch.empty(rows, num_values, dtype=torch.uint8, device=values.device)
+    remainder = torch.empty(rows, fmt.remainder_bytes(num_values), dtype=torch.uint8, device=values.device)
     sign_bit = 8 * fmt.item_bytes - 1
-    return (((rotated >> 1) & ((1 << sign_bit) - 1)) | (rotated << sign_bit)).view(fmt.dtype)
+    for chunk in _chunks(num_values):
+        part = bits[:, chunk]
+        rotated = (part << 1).bitwise_or_((part >> sign_bit).bitwise_and_(1))
+        if fmt.remainder_is_low_byte:  # bf16: narrowing copies are vectorised, byte strides are not
+            exponents[:, chunk] = part >> 7
+            remainder[:, chunk] = rotated
+            continue
+        planes = rotated.view(torch.uint8).view(rows, -1, fmt.item_bytes)
+        low, top = fmt.remainder_slices(num_values, chunk)
+        remainder[:, low] = planes[:, :, :-1].reshape(rows, -1)
+        exponents[:, chunk] = planes[:, :, -1] >> fmt.top_bits
+        if fmt.top_bits:
+            remainder[:, top] = pack_bits(planes[:, :, -1] & ((1 << fmt.top_bits) - 1), fmt.top_bits)
+    return exponents, remainder
+
+
+def merge_planes(
+    exponents: torch.Tensor, remainder: torch.Tensor, fmt: FloatFormat, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The inverse of `split_planes` (the paper's "merge"): -> values [rows, n] of `fmt.dtype`, bit for bit.
+
+    Writes into `out` [rows, n] (rows may be strided) when it is given.
+    """
+    rows, num_values = exponents.shape
+    if out is None:
+        out = torch.empty(rows, num_values, dtype=fmt.dtype, device=exponents.device)
+    bits = out.view(fmt.int_dtype)
+    sign_bit = 8 * fmt.item_bytes - 1
+    for chunk in _chunks(num_values):
+        if fmt.remainder_is_low_byte:
+            merged = remainder[:, chunk].to(torch.int16)
+            sign = merged << 15
+            merged = merged.bitwise_right_shift_(1).bitwise_or_(sign)
+            bits[:, chunk] = merged.bitwise_or_(exponents[:, chunk].to(torch.int16).bitwise_left_shift_(7))
+            continue
+        num_in_chunk = chunk.stop - chunk.start
+        planes = torch.empty(rows, num_in_chunk, fmt.item_bytes, dtype=torch.uint8, device=exponents.device)
+        low, top = fmt.remainder_slices(num_values, chunk)
+        planes[:, :, :-1] = remainder[:, low].reshape(rows, num_in_chunk, -1)
+        planes[:, :, -1] = exponents[:, chunk] << fmt.top_bits
+        if fmt.top_bits:
+            planes[:, :, -1] |= unpack_bits(remainder[:, top], num_in_chunk, fmt.top_bits)
+        rotated = planes.view(fmt.int_dtype).view(rows, num_in_chunk)
+        bits[:, chunk] = ((rotated >> 1) & ((1 << sign_bit) - 1)) | (rotated << sign_bit)
+    return out
 
 
 def checksum(data: torch.Tensor) -> torch.Tensor:
@@ -138,13 +165,15 @@ def checksum(data: torch.Tensor) -> torch.Tensor:
     """
     rows = data.shape[0]
     raw = data.contiguous().view(torch.uint8).view(rows, -1)
-    num_whole = raw.shape[1] // 8
-    num_words = -(-raw.shape[1] // 8)
-    factors = torch.arange(1, 2 * num_words, 2, dtype=torch.int64, device=data.device)
-    if num_whole == num_words and raw.storage_offset() % 8 == 0:
-        words = raw.view(torch.int64) if num_words else raw.new_zeros(rows, 0, dtype=torch.int64)
-    else:
-        padded = torch.zeros(rows, num_words * 8, dtype=torch.uint8, device=data.device)
-        padded[:, : raw.shape[1]] = raw
-        words = padded.view(torch.int64)
-    return splitmix64((words * factors).sum(dim=1))
+    num_bytes = raw.shape[1]
+    total = torch.zeros(rows, dtype=torch.int64, device=data.device)
+    odd = torch.arange(1, 2 * min(CHUNK_VALUES, num_bytes // 8 + 1), 2, dtype=torch.int64, device=data.device)
+    for chunk in _chunks(num_bytes, 8 * CHUNK_VALUES):
+        part = raw[:, chunk]
+        num_words = -(-part.shape[1] // 8)
+        if part.shape[1] % 8 or any(offset % 8 for offset in (part.storage_offset(), part.stride(0))):
+            padded = torch.zeros(rows, num_words * 8, dtype=torch.uint8, device=data.device)
+            padded[:, : part.shape[1]] = part
+            part = padded
+        total += (part.view(torch.int64) * (odd[:num_words] + chunk.start // 4)).sum(dim=1)
+    return splitmix64(total)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fsdp_ciera.kernels.formats import FORMATS, FloatFormat, packed_bytes
 from fsdp_ciera.kernels.reference import (
+    CHUNK_VALUES,
     HASH_SEEDS,
     checksum,
     hash_blocks,
@@ -116,6 +117,30 @@ def test_checksum_sees_every_changed_byte_and_every_swap(num_bytes: int, seed: i
     assert (checksum(changed) != checksum(data)).all()
     rolled = data.roll(8, dims=1)
     assert torch.equal(rolled, data) == bool(checksum(rolled) == checksum(data))
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+@pytest.mark.parametrize("num_values", [CHUNK_VALUES - 1, CHUNK_VALUES, CHUNK_VALUES + 1, 2 * CHUNK_VALUES + 13])
+def test_lengths_around_a_chunk(fmt: FloatFormat, num_values: int) -> None:
+    raw = torch.randint(
+        256, (2, num_values * fmt.item_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(num_values)
+    )
+    values = raw.view(fmt.dtype)
+    exponents, remainder = split_planes(values, fmt)
+    for start in range(0, num_values - 8, num_values // 5):
+        alone, _ = split_planes(values[:, start : start + 8].contiguous(), fmt)
+        assert torch.equal(alone, exponents[:, start : start + 8])
+    wide = torch.zeros(2, num_values + 3, dtype=fmt.dtype)
+    merge_planes(exponents, remainder, fmt, wide[:, 1:-2])
+    assert torch.equal(wide[:, 1:-2].contiguous().view(torch.uint8), raw)
+    assert not wide[:, 0].view(fmt.int_dtype).any() and not wide[:, -2:].contiguous().view(fmt.int_dtype).any()
+
+
+def test_checksum_of_more_than_a_chunk() -> None:
+    data = torch.randint(256, (1, 8 * CHUNK_VALUES + 21), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+    words = [int.from_bytes(bytes(data[0, i : i + 8].tolist()), "little") for i in range(0, data.shape[1], 8)]
+    expected = mix(sum(word * (2 * j + 1) for j, word in enumerate(words)) & MASK)
+    assert int(checksum(data)) & MASK == expected
 
 
 def test_checksum_is_one_of_bytes_and_not_of_alignment() -> None:

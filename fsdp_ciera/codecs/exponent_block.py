@@ -112,7 +112,7 @@ class ExponentBlock(RunCodec):
         for peer, (section,) in enumerate(sections):
             self._update_cache(cache[peer], changed[peer], section)
         exponents = cache.view(num_peers, -1)[:, : self.num_values]
-        out.copy_(merge_planes(exponents, fixed[:, self.bitmap_bytes :], self.format))
+        merge_planes(exponents, fixed[:, self.bitmap_bytes :], self.format, out)
 
     def forget(self) -> None:
         """Empties HashCache and ExpCache."""
