@@ -72,6 +72,7 @@ def _add_demo(commands: _Commands) -> None:
     parser.add_argument("--steps", type=_count, default=10, help="optimizer steps of each run")
     parser.add_argument("--lr", type=float, default=1e-5, help="learning rate")
     parser.add_argument("--seq-len", type=_count, default=128, help="tokens a rank and step")
+    parser.add_argument("--codec", default="exponent_block", help="codec of the second run; the default is the paper's")
     parser.set_defaults(run=_demo)
 
 
@@ -82,7 +83,12 @@ def _demo(parsed: argparse.Namespace) -> int:
 
     return run_demo(
         DemoOptions(
-            output=Path(parsed.out), ranks=parsed.ranks, steps=parsed.steps, lr=parsed.lr, seq_len=parsed.seq_len
+            output=Path(parsed.out),
+            ranks=parsed.ranks,
+            steps=parsed.steps,
+            lr=parsed.lr,
+            seq_len=parsed.seq_len,
+            codec=parsed.codec,
         )
     )
 

@@ -200,8 +200,9 @@ class CieraAllGather(AllGather):
         write_payload(payloads[state.rank], encoded.fixed, encoded.sections)
         payloads[state.rank, encoded.num_bytes :] = 0
         state.prepare()
-        with state.stage("AllGather"):
-            all_gather_flat(payloads.view(-1), payloads[state.rank], group, async_op=False)
+        if max(sizes):  # the same on all ranks: where nothing changed anywhere, nothing moves
+            with state.stage("AllGather"):
+                all_gather_flat(payloads.view(-1), payloads[state.rank], group, async_op=False)
         try:
             state.decode(payloads, sizes, output)
         except Exception as failure:

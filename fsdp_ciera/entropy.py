@@ -37,6 +37,7 @@ class Coding(IntEnum):
     PLAIN = 0  # one byte a symbol
     ZSTD = 1  # one zstd frame of one byte a symbol
     PACKED = 2  # `symbol_bits` bits a symbol, first symbol lowest
+    ALL = 3  # nothing stored: of a list of positions, every one
 
 
 @dataclass(frozen=True)
@@ -74,20 +75,32 @@ def decode_section(coding: int, data: np.ndarray[Any, Any], num_symbols: int, sy
 
     Raises `CieraDecodeError` when the bytes are not a section of that many symbols.
     """
+    if coding == Coding.PACKED and symbol_bits < 8:
+        if len(data) != packed_bytes(num_symbols, symbol_bits):
+            raise CieraDecodeError(f"a section of {num_symbols} symbols of {symbol_bits} bits has {len(data)} bytes")
+        return unpack_bits(torch.from_numpy(data).view(1, -1), num_symbols, symbol_bits).view(-1)
+    symbols = decode_symbols(coding, data, most_symbols=num_symbols)
+    if len(symbols) != num_symbols:
+        raise CieraDecodeError(f"a section holds {len(symbols)} symbols where {num_symbols} belong")
+    return symbols
+
+
+def decode_symbols(coding: int, data: np.ndarray[Any, Any], most_symbols: int) -> torch.Tensor:
+    """A plain or zstd section that tells its own length: stored bytes -> uint8 [at most most_symbols].
+
+    Raises `CieraDecodeError` when the bytes are no such section.
+    """
     if coding == Coding.ZSTD:
         try:
-            frame = data.data
-            announced = zstandard.get_frame_parameters(frame).content_size
-            if announced != num_symbols:  # looked at first: a damaged size must not make us allocate it
-                raise CieraDecodeError(f"a zstd section announces {announced} symbols where {num_symbols} belong")
-            raw = zstandard.ZstdDecompressor().decompress(frame)
+            announced = zstandard.get_frame_parameters(data.data).content_size
+            if announced > most_symbols:  # looked at first: a damaged size must not make us allocate it
+                raise CieraDecodeError(f"a zstd section announces {announced} symbols where {most_symbols} may be")
+            raw = zstandard.ZstdDecompressor().decompress(data.data)
         except zstandard.ZstdError as error:
             raise CieraDecodeError(f"a zstd section of {len(data)} bytes is damaged: {error}") from error
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-    width_bits = {Coding.PLAIN: 8, Coding.PACKED: symbol_bits}.get(Coding(coding)) if coding in (0, 2) else None
-    if width_bits is None:
-        raise CieraDecodeError(f"section coding {coding} is unknown; this version knows {[c.value for c in Coding]}")
-    if len(data) != packed_bytes(num_symbols, width_bits):
-        raise CieraDecodeError(f"a section of {num_symbols} symbols of {width_bits} bits has {len(data)} bytes")
-    stored = torch.from_numpy(data)
-    return stored if width_bits == 8 else unpack_bits(stored.view(1, -1), num_symbols, width_bits).view(-1)
+    if coding != Coding.PLAIN:
+        raise CieraDecodeError(f"section coding {coding} does not belong here; 0 (plain) and 1 (zstd) do")
+    if len(data) > most_symbols:
+        raise CieraDecodeError(f"a plain section of {len(data)} symbols stands where {most_symbols} may be")
+    return torch.from_numpy(data)

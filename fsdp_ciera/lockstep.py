@@ -18,7 +18,7 @@ from fsdp_ciera.codecs import CODECS, RunCodec, StoredSection
 from fsdp_ciera.entropy import Section
 from fsdp_ciera.errors import CieraDecodeError
 from fsdp_ciera.layout import Layout
-from fsdp_ciera.wire import payload_bytes, read_sections
+from fsdp_ciera.wire import TABLE_ENTRY_BYTES, payload_bytes, read_sections
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,10 @@ class LockstepState:
                 made = codec.compress(local[run.start : run.stop], part)
                 assert len(made) == codec.num_sections, (codec.name, len(made))
                 sections += made
-                run_bytes.append(payload_bytes(part, made))
+                run_bytes.append(part.numel() + sum(TABLE_ENTRY_BYTES + section.num_bytes for section in made))
                 position += codec.fixed_bytes
+        if not payload_bytes(fixed, sections):
+            run_bytes = [0] * len(run_bytes)
         counts = [codec.block_counts for codec in self.codecs]
         return Encoded(
             fixed,

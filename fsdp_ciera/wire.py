@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from fsdp_ciera.codecs.base import StoredSection
-from fsdp_ciera.entropy import Section
+from fsdp_ciera.entropy import Coding, Section
 from fsdp_ciera.errors import CieraDecodeError
 
 MAGIC = int.from_bytes(b"CIER", "little")
@@ -42,7 +42,7 @@ HEADER = np.dtype(
 )
 HEADER_BYTES = 64
 assert HEADER.itemsize == HEADER_BYTES
-_TABLE_ENTRY_BYTES = 8
+TABLE_ENTRY_BYTES = 8
 _LENGTH_BITS = 56
 
 
@@ -88,12 +88,20 @@ def encode_descriptor(descriptor: Mapping[str, Any]) -> bytes:
 
 
 def payload_bytes(fixed: torch.Tensor, sections: Sequence[Section]) -> int:
-    """Length of the payload that `write_payload` makes."""
-    return fixed.numel() + sum(_TABLE_ENTRY_BYTES + section.num_bytes for section in sections)
+    """Length of the payload that `write_payload` makes: nothing at all when neither fixed part nor section says anything."""
+    if _says_nothing(fixed, sections):
+        return 0
+    return fixed.numel() + sum(TABLE_ENTRY_BYTES + section.num_bytes for section in sections)
+
+
+def _says_nothing(fixed: torch.Tensor, sections: Sequence[Section]) -> bool:
+    return not fixed.numel() and all(s.num_bytes == 0 and s.coding == Coding.PLAIN for s in sections)
 
 
 def write_payload(into: torch.Tensor, fixed: torch.Tensor, sections: Sequence[Section]) -> None:
     """Lays fixed parts, table and sections into uint8 [at least payload_bytes]."""
+    if _says_nothing(fixed, sections):
+        return
     table = np.array([section.coding << _LENGTH_BITS | section.num_bytes for section in sections], dtype="<u8")
     position = fixed.numel()
     into[:position] = fixed
@@ -109,7 +117,9 @@ def read_sections(payload: torch.Tensor, fixed_bytes: int, num_sections: int) ->
     Raises `CieraDecodeError` unless fixed part, table and sections fill the payload exactly.
     """
     stored = payload.numpy()
-    start = fixed_bytes + num_sections * _TABLE_ENTRY_BYTES
+    if not len(stored) and not fixed_bytes:
+        return [StoredSection(Coding.PLAIN, stored)] * num_sections
+    start = fixed_bytes + num_sections * TABLE_ENTRY_BYTES
     if start > len(stored):
         raise CieraDecodeError(f"a payload of {len(stored)} bytes is too short for its {num_sections} table entries")
     table = stored[fixed_bytes:start].copy().view("<u8")

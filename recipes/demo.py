@@ -41,10 +41,12 @@ class DemoOptions:
     steps: int = 10
     lr: float = 1e-5
     seq_len: int = 128
+    codec: str = "exponent_block"
 
 
 def run_demo(options: DemoOptions) -> int:
     """Prepares, trains twice on `options.ranks` local ranks and reports. Returns 0, or 1 when a bit differs."""
+    CieraPolicy(codecs=(options.codec,))  # an unknown name is said before anything is prepared
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _run_rank(options)
     console = Console()
@@ -74,7 +76,7 @@ def demo_recipe(options: DemoOptions, run: str) -> Recipe:
         schedule=Schedule(decay="constant"),
         train=Train(steps=options.steps, output=str(options.output / run)),
         parallel=Parallel(ranks=options.ranks, device="cpu"),
-        ciera=Ciera(policy="none" if run == "stock" else "paper"),
+        ciera=Ciera(policy="none") if run == "stock" else Ciera(policy="default", codecs=(options.codec,)),
         metrics=Metrics(jsonl=True, tensorboard=False),
     )
 
@@ -95,7 +97,7 @@ def summarize(
         "ratio": ciera.stats["ratio"],
         "ratio_without_cold_gathers": ciera.stats["warm_ratio"],
         "reuse_rate": ciera.stats["reuse_rate"],
-        "policy": CieraPolicy.paper().to_dict(),
+        "policy": CieraPolicy(codecs=(options.codec,)).to_dict(),
         "learning_rate": options.lr,
         "model": model.name,
         "pretrained": model.pretrained,
@@ -115,7 +117,7 @@ def _run_rank(options: DemoOptions) -> int:
     results = {}
     for run in ("stock", "ciera"):
         if rank == 0:
-            Console().rule("stock FSDP2" if run == "stock" else "fsdp_ciera, the paper's policy")
+            Console().rule("stock FSDP2" if run == "stock" else f"fsdp_ciera, {options.codec}")
         results[run] = train(demo_recipe(options, run))
     stock, ciera = results["stock"], results["ciera"]
     same: list[Any] = [None] * dist.get_world_size()
@@ -183,5 +185,6 @@ def _as_arguments(options: DemoOptions) -> list[str]:
         "--steps": options.steps,
         "--lr": options.lr,
         "--seq-len": options.seq_len,
+        "--codec": options.codec,
     }
     return [str(word) for pair in values.items() for word in pair]

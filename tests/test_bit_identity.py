@@ -46,6 +46,19 @@ CASES = {
         3, Case(operations=EVERYTHING), CieraPolicy(categories=("expert_ffn", "layer_norm"), verify="every")
     ),
     "small blocks": (3, Case(operations=EVERYTHING), CieraPolicy(block_size=64, verify=3)),
+    "value_delta": (3, Case(operations=EVERYTHING), CieraPolicy(codecs=("value_delta",), verify="every")),
+    "value_delta, no verification": (3, Case(operations=EVERYTHING), CieraPolicy(codecs=("value_delta",))),
+    "value_delta, reshard to 2": (
+        4, Case(reshard_after_forward=2, operations=EVERYTHING), CieraPolicy(codecs=("value_delta",), verify=1)
+    ),
+    "value_delta, special values": (
+        3, Case(lr=0.0, operations=("specials", "unshard", "train", "unshard")), CieraPolicy(codecs=("value_delta",))
+    ),
+    "exponent_delta": (3, Case(operations=EVERYTHING), CieraPolicy(codecs=("exponent_delta",), verify="every")),
+    "exponent_delta, fp16": (
+        3, Case(param_dtype=torch.float16, operations=EVERYTHING), CieraPolicy(codecs=("exponent_delta",), verify="every")
+    ),
+    "entropy": (3, Case(operations=EVERYTHING), CieraPolicy(codecs=("entropy",), verify="every")),
     "no verification": (3, Case(operations=EVERYTHING), CieraPolicy()),
     "a tight budget": (3, Case(operations=EVERYTHING), CieraPolicy(cache_budget=20_000)),
 }  # fmt: skip

@@ -23,7 +23,7 @@ from tiny_moe import Case, build
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"codecs": ("zip",)}, "codecs has 'zip', which is not one of 'raw', 'exponent_block'"),
+        ({"codecs": ("zip",)}, "codecs has 'zip', which is not one of 'raw', 'entropy', 'exponent_block'"),
         ({"codecs": "raw"}, "codecs='raw' must be a tuple"),
         ({"codecs": ()}, "must be a tuple of names"),
         ({"categories": ("experts",)}, "categories has 'experts', which is not one of 'expert_ffn'"),
