@@ -69,7 +69,7 @@ def _add_demo(commands: _Commands) -> None:
     )
     parser.add_argument("--out", metavar="FOLDER", default="runs/demo", help="where results go")
     parser.add_argument("--ranks", type=_count, default=4, help="gloo ranks on this machine")
-    parser.add_argument("--steps", type=_count, default=10, help="optimizer steps of each run")
+    parser.add_argument("--steps", type=_count, default=14, help="optimizer steps of each run")
     parser.add_argument("--lr", type=float, default=1e-5, help="learning rate")
     parser.add_argument("--seq-len", type=_count, default=128, help="tokens a rank and step")
     parser.add_argument("--codec", default="exponent_block", help="codec of the second run; the default is the paper's")

@@ -38,7 +38,7 @@ class DemoOptions:
 
     output: Path = Path("runs/demo")
     ranks: int = 4
-    steps: int = 10
+    steps: int = 14
     lr: float = 1e-5
     seq_len: int = 128
     codec: str = "exponent_block"
