@@ -78,6 +78,7 @@ __all__ = [
     "get_comm",
     "group_phase",
     "is_default_comm",
+    "names_are_known",
     "param_groups",
     "param_names_and_sizes",
     "restore_default_comm",
@@ -168,6 +169,11 @@ def _gathered_tensors(param: Any) -> Sequence[torch.Tensor]:
     if param.sharded_state.name == "SHARDED_POST_FORWARD":
         return (param._sharded_post_forward_param_data,)
     return (param._sharded_param_data,)
+
+
+def names_are_known(group: FSDPParamGroup) -> bool:
+    """Whether the FSDP root has run its first forward, and so has told its groups their names."""
+    return group._module_fqn is not None
 
 
 def gather_dtype(group: FSDPParamGroup) -> torch.dtype:

@@ -78,6 +78,8 @@ def attach(model: nn.Module, policy: CieraPolicy) -> AttachReport:
     already has a custom all-gather (ours or another); then nothing has been changed.
     """
     _check_policy(policy, "policy")
+    if not isinstance(model, nn.Module):
+        raise CieraPolicyError(f"model={model!r} must be the torch module that holds the FSDP2 modules")
     found = list(_fsdp_modules(model))
     if not found:
         raise CieraPolicyError(

@@ -21,6 +21,7 @@ from fsdp_ciera._compat import (
     all_gather_bytes,
     all_gather_flat,
     group_phase,
+    names_are_known,
     param_names_and_sizes,
 )
 from fsdp_ciera.handshake import Agreement, settle
@@ -62,6 +63,10 @@ class CieraAllGather(AllGather):
     first gather there. All state and the output are therefore made with inference mode off. Test: test_bit_identity.py,
     eval between steps.
 
+    [Note: Names come with the first forward] Before the root's first forward a group knows neither its own name nor its
+    siblings, so categories, the shared budget and the identity in the headers would be guesses. Gathers by `unshard()`
+    before it run as in stock FSDP2. Test: test_policy.py, unshard before the first forward.
+
     [Note: Any doubt ends in a full gather] State moves before a gather is known to have worked. So every exception
     forgets the state, and a rank that has none (after an exception, `invalidate`, a new layout) says so in its header:
     then all ranks forget and encode in full, in the same call. Test: test_recovery.py.
@@ -91,10 +96,12 @@ class CieraAllGather(AllGather):
     ) -> dist.Work | None:
         """Fills `output_tensor` [world_size * n]; `input_tensor` [n] is this rank's slot of it and stays as it is.
 
-        Always blocks and returns `None` on CPU, also with `async_op`. Raises on all ranks together `CieraMismatchError`,
+        Always blocks and returns `None` on CPU, also with `async_op`, so two asynchronous calls on different process groups
+        must be made in the same order on all ranks. Raises on all ranks together `CieraMismatchError`,
         `CieraDesyncError`, `CieraPeerError`, `CieraVerifyError`; on one rank `CieraDecodeError` for a damaged payload.
         """
-        if output_tensor.device.type != "cpu" or input_tensor.numel() == 0:
+        names_known = names_are_known(self.param_group)  # See [Note: Names come with the first forward]
+        if output_tensor.device.type != "cpu" or input_tensor.numel() == 0 or not names_known:
             return self._gather_plain(output_tensor, input_tensor, group, async_op)
         with torch.inference_mode(False), torch.no_grad():
             stream = self._stream(input_tensor, group)
@@ -178,6 +185,7 @@ class CieraAllGather(AllGather):
         if state.layout.is_raw:
             return Encoded.raw(local, state.layout), None
         try:
+            state.prepare()  # our largest allocation: should it fail, the peers hear of it too
             return state.encode(local), None
         except Exception as failure:
             return None, failure
@@ -199,7 +207,6 @@ class CieraAllGather(AllGather):
         payloads = torch.empty(state.world_size, max(sizes), dtype=torch.uint8)
         write_payload(payloads[state.rank], encoded.fixed, encoded.sections)
         payloads[state.rank, encoded.num_bytes :] = 0
-        state.prepare()
         if max(sizes):  # the same on all ranks: where nothing changed anywhere, nothing moves
             with state.stage("AllGather"):
                 all_gather_flat(payloads.view(-1), payloads[state.rank], group, async_op=False)

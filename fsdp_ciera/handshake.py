@@ -58,17 +58,22 @@ def settle(
         raise CieraPeerError(f"{where}: could not encode on {'; '.join(broken)}") from failure
     if (headers["wire_version"] != WIRE_VERSION).any() or (headers["fingerprint"] != headers["fingerprint"][0]).any():
         _raise_difference(where, _exchange(announced, headers, group))
-    bases = headers["base"]
-    if (bases == bases[0]).all() and (bases[0] == 0 or (headers["sequence"] == headers["sequence"][0]).all()):
+    bases, sequences = headers["base"], headers["sequence"]
+    if (bases == bases[0]).all() and (bases[0] == 0 or (sequences == sequences[0]).all()):
         return Agreement.PROCEED
     if (bases == 0).any():
         return Agreement.RESTART
-    listing = ", ".join(f"rank {rank}: {int(header['sequence'])}" for rank, header in enumerate(headers))
-    expected = Counter(headers["sequence"].tolist()).most_common(1)[0][0]
+    if (sequences == sequences[0]).all():  # See [Note: Mispaired gathers]
+        found = (
+            "an earlier gather of it met another module's of the same shape on some ranks, and gave wrong weights there"
+        )
+    else:
+        expected = Counter(sequences.tolist()).most_common(1)[0][0]
+        listing = ", ".join(f"rank {rank}: {sequence}" for rank, sequence in enumerate(sequences.tolist()))
+        found = f"the ranks are at different gathers of it ({listing}; most are at {expected})"
     raise CieraDesyncError(
-        f"{where}: the ranks are at different gathers of it ({listing}; most are at {expected}). "
-        "A rank has skipped or repeated a forward or backward pass; after an "
-        "exception call reset_iter_state() and fsdp_ciera.invalidate(model) on all ranks"
+        f"{where}: {found}. A rank has skipped, repeated or swapped a forward or backward pass; after an exception call "
+        "reset_iter_state() and fsdp_ciera.invalidate(model) on all ranks"
     )
 
 

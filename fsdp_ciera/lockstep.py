@@ -18,7 +18,7 @@ from fsdp_ciera.codecs import CODECS, RunCodec, StoredSection
 from fsdp_ciera.entropy import Section
 from fsdp_ciera.errors import CieraDecodeError
 from fsdp_ciera.layout import Layout
-from fsdp_ciera.wire import TABLE_ENTRY_BYTES, payload_bytes, read_sections
+from fsdp_ciera.wire import TABLE_ENTRY_BYTES, base_of, payload_bytes, read_sections
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Encoded:
 class LockstepState:
     """Sender and receiver state of one stream of gathers.
 
-    `sequence` counts the gathers that were completed, on all ranks alike. `base` is the gather that the caches describe:
-    `sequence`, or 0 when there is none and the next gather must be a full one.
+    `sequence` counts the gathers that were completed, on all ranks alike. `base` names the gather that the caches describe
+    (`fsdp_ciera.wire.base_of`), or is 0 when there is none and the next gather must be a full one.
     """
 
     def __init__(self, layout: Layout, block_size: int, world_size: int, rank: int) -> None:
@@ -81,7 +81,8 @@ class LockstepState:
 
     def commit(self, sequence: int, checksums: tuple[int, ...]) -> None:
         """Gather `sequence` is complete: the caches describe it."""
-        self.sequence = self.base = sequence
+        self.sequence = sequence
+        self.base = base_of(sequence, checksums)
         self.checksums = checksums
 
     def encode(self, local: torch.Tensor) -> Encoded:

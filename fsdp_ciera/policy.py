@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from typing import Any, Literal
 
 from fsdp_ciera.codecs import CODECS
@@ -22,7 +23,7 @@ def parse_byte_size(text: str) -> int:
             f"cache_budget={text!r} is not a byte size: write a number and one of {', '.join(_BYTE_UNITS)}, "
             'for example "8GiB"'
         )
-    return int(float(match.group(1)) * _BYTE_UNITS[match.group(2)])
+    return int(Fraction(match.group(1)) * _BYTE_UNITS[match.group(2)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +74,13 @@ class CieraPolicy:
     """Reserved for re-planning while training runs; only `None` so far."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.codecs, str) or not self.codecs:
+        if not isinstance(self.codecs, (tuple, list)) or not self.codecs:
             raise CieraPolicyError(f"codecs={self.codecs!r} must be a tuple of names out of {tuple(CODECS)}")
         object.__setattr__(self, "codecs", tuple(self.codecs))
         for name in self.codecs:
             _check_choice("codecs", name, tuple(CODECS))
         if self.categories is not None:
-            if isinstance(self.categories, str):
+            if not isinstance(self.categories, (tuple, list)):
                 raise CieraPolicyError(f"categories={self.categories!r} must be a tuple of names out of {CATEGORIES}")
             object.__setattr__(self, "categories", tuple(self.categories))
             for name in self.categories:

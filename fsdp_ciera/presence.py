@@ -25,6 +25,8 @@ def wait_for_peers(group: dist.ProcessGroup, module: str) -> None:
     """
     store = default_store()
     prefix = f"fsdp_ciera/{group.group_name}/{module}"
+    # Another model of the same class, or a new process group on an old store, must not find the names of the last one.
+    prefix += f"/{store.add(f'{prefix}/{group.rank()}/generation', 1)}"
     store.set(f"{prefix}/{group.rank()}", "here")
     if store.add(f"{prefix}/count", 1) % group.size() == 0:
         store.set(f"{prefix}/all", "here")

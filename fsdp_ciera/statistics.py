@@ -34,10 +34,11 @@ class Bytes:
 class CieraStats:
     """Counts of one rank over the gathers of a model since `attach` (or `fully_shard`).
 
-    `wire_bytes` is all that left the rank for parameter gathers: payloads, padding, headers, checks. `raw_bytes` is what
-    stock FSDP2 would have sent: (world_size - 1) x the padded local shard. `by_phase` is keyed "cold/forward",
-    "first/forward", "repeat/backward" and so on: *cold* = no cache to build on; *first* = the weights changed since the
-    last gather; *repeat* = they did not. Each breakdown adds up to the totals.
+    `wire_bytes` is all that left the rank for completed gathers of parameters: payloads, padding, headers, checks.
+    `raw_bytes` is what stock FSDP2 would have sent: (world_size - 1) x the padded local shard. `by_phase` is keyed
+    "cold/forward", "first/forward", "repeat/backward" and so on: *cold* = no cache to build on; *first* = the weights
+    changed since the last gather; *repeat* = they did not; *plain* = gathered as stock FSDP2 does. Each breakdown adds up
+    to the totals.
     """
 
     num_gathers: int = 0

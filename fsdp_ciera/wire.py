@@ -82,6 +82,18 @@ def fingerprint_of(descriptor: Mapping[str, Any]) -> int:
     return int.from_bytes(hashlib.blake2b(encode_descriptor(descriptor), digest_size=8).digest(), "little")
 
 
+def base_of(sequence: int, checksums: Sequence[int]) -> int:
+    """The name of a completed gather: 64 bits, never 0, of its number and of what every rank carried in it.
+
+    [Note: Mispaired gathers] When ranks gather different modules of the same class and shape at the same time, their
+    headers can look alike. Both then remember the same table of checksums, but under different streams; so when the
+    streams meet again their bases differ, and all ranks raise. A mere counter would not tell.
+    Test: test_failures.py, two roots in different order.
+    """
+    text = json.dumps([sequence, *checksums]).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") or 1
+
+
 def encode_descriptor(descriptor: Mapping[str, Any]) -> bytes:
     """The descriptor as JSON with sorted keys."""
     return json.dumps(descriptor, sort_keys=True).encode()

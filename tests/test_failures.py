@@ -38,16 +38,16 @@ def outcome_of_step(rank: int, world_size: int, prepare: str, argument: Any) -> 
     model = build(Case(), policy)
     start = time.monotonic()
     try:
-        if prepare == "wrong module" and rank == 1:
-            model.model.layers[1].unshard()
-        elif prepare == "wrong module":
-            model.model.layers[0].unshard()
         if prepare == "wire version" and rank == 1:
             change_header(slice(4, 6), b"\x63\x00")
         if prepare == "magic" and rank == 1:
             change_header(slice(0, 4), b"ABCD")
         one_step(model)
         start = time.monotonic()
+        if prepare == "wrong module":
+            model.model.layers[1 if rank == 1 else 0].unshard()
+        if prepare == "no memory for caches" and rank == 1:
+            LockstepState.prepare = fail_to_decode  # type: ignore[method-assign]
         if prepare == "encode" and rank == 1:
 
             def fail(self: LockstepState, local: torch.Tensor) -> None:
@@ -97,6 +97,7 @@ def change_header(where: slice, value: bytes) -> None:
         ("magic", {}, CieraDesyncError, ["ranks [1] of the group sent no fsdp_ciera header"]),
         ("wrong module", {}, CieraDesyncError, ["the ranks are not at the same gather", "module: "]),
         ("encode", {}, CieraPeerError, ["rank 1: MemoryError('no memory for the planes')"]),
+        ("no memory for caches", {}, CieraPeerError, ["rank 1: MemoryError('no memory for the payload')"]),
         ("sequence", {}, CieraDesyncError, ["rank 0: 2, rank 1: 5, rank 2: 2; most are at 2"]),
         ("damage", {"verify": "every"}, CieraVerifyError, ["rank 1 decoded rank 2's shard wrongly: checksum"]),
         ("decode", {"verify": "every"}, CieraVerifyError, ["rank 1 could not decode"]),
@@ -211,3 +212,25 @@ def test_a_late_rank_costs_one_warning_and_nothing_else() -> None:
     assert on_time[0] == late[0] == 3
     assert ["ranks [2] of its group have not come" in text for text in on_time[1]] == [True]
     assert late[1] == []
+
+
+def swapped_roots(rank: int, world_size: int) -> str:
+    first, second = (build(Case(tied=False, lr=seed), CieraPolicy()) for seed in (1.0, 2.0))
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.data.to_local().mul_(-1.5)
+    tokens = torch.arange(29)
+    order = (first, second) if rank == 0 else (second, first)
+    for model in order:  # the ranks meet each other's module: wrong in stock FSDP2 as well, and nobody can tell
+        model(tokens).backward()
+    try:
+        for model in (first, second):
+            model(tokens).backward()
+    except CieraDesyncError as error:
+        return str(error)
+    return ""
+
+
+def test_two_roots_in_different_order_are_found_out_at_the_next_gather() -> None:
+    for text in run_ranks(swapped_roots, 2):
+        assert "an earlier gather of it met another module's of the same shape" in text

@@ -26,6 +26,8 @@ from tiny_moe import Case, build
         ({"codecs": ("zip",)}, "codecs has 'zip', which is not one of 'raw', 'entropy', 'exponent_block'"),
         ({"codecs": "raw"}, "codecs='raw' must be a tuple"),
         ({"codecs": ()}, "must be a tuple of names"),
+        ({"codecs": 5}, "codecs=5 must be a tuple of names"),
+        ({"categories": 5}, "categories=5 must be a tuple of names"),
         ({"categories": ("experts",)}, "categories has 'experts', which is not one of 'expert_ffn'"),
         ({"categories": "expert_ffn"}, "must be a tuple of names"),
         ({"block_size": 100}, "block_size=100 must be a multiple of 8 from 64 to 4096"),
@@ -65,6 +67,7 @@ def test_byte_sizes() -> None:
     assert parse_byte_size("8GiB") == 8 << 30
     assert parse_byte_size("1.5 MB") == 1_500_000
     assert parse_byte_size("100B") == 100
+    assert CieraPolicy(cache_budget="9" * 400 + "GiB").cache_budget_bytes == int("9" * 400) << 30
 
 
 def test_budget_takes_the_largest_that_fit() -> None:
@@ -97,6 +100,9 @@ def surface(rank: int, world_size: int) -> None:
         fully_shard(nn.Linear(8, 8), ciera_policy="paper")  # type: ignore[arg-type]
     with pytest.raises(CieraPolicyError, match="Linear holds no FSDP2 module: call fully_shard on it first"):
         attach(nn.Linear(8, 8), policy)
+
+    with pytest.raises(CieraPolicyError, match="model=None must be the torch module"):
+        attach(None, policy)  # type: ignore[arg-type]
 
     report = attach(plain, policy)
     assert (report.num_groups, report.world_size, report.modules) == (1, 2, ("FSDPLinear",))
@@ -156,14 +162,40 @@ def test_state_dicts_do_not_know_about_us() -> None:
     assert run_ranks(state_dicts, 2) == [True, True]
 
 
+class ToFloat(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float()
+
+
+def unshard_first(rank: int, world_size: int) -> tuple[int, dict[str, int], int]:
+    policy = CieraPolicy(categories=("attention",), cache_budget=6000)
+    model = build(Case(), None)
+    attach(model, policy)
+    for layer in model.model.layers:
+        layer.unshard()
+        layer.reshard()
+    num_plain = sum(stats(model).gathers_by_phase.values())
+    model(torch.arange(29)).backward()
+    report = stats(model)
+    return num_plain, {key: value.raw_bytes for key, value in report.by_category.items()}, report.cache_bytes
+
+
+def test_unshard_before_the_first_forward_decides_nothing() -> None:
+    [(num_plain, by_category, cache_bytes), _] = run_ranks(unshard_first, 2)
+    assert num_plain == 2
+    assert by_category["attention"] > 0
+    assert 0 < cache_bytes <= 6000
+
+
 def mixed_dtypes(rank: int, world_size: int) -> tuple[list[str], dict[str, Any]]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8))
-    model[1].requires_grad_(False)
+    model = nn.Sequential(nn.Linear(8, 8).bfloat16(), ToFloat(), nn.Linear(8, 8))
+    model[2].requires_grad_(False)
     fully_shard(model, ciera_policy=CieraPolicy(verify="every"))
+    model(torch.randn(2, 8).bfloat16())
     model.unshard()
     torch.manual_seed(0)
-    expected = nn.Sequential(nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8))
+    expected = nn.Sequential(nn.Linear(8, 8).bfloat16(), ToFloat(), nn.Linear(8, 8))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
     report = stats(model)
     return report.notes, report.by_codec
