@@ -27,7 +27,7 @@ def draw_bytes(summary: Mapping[str, Any], path: Path) -> None:
     losses.plot(steps, summary["losses"]["ciera"], color=CIERA_COLOR, linewidth=1.5, label="fsdp_ciera")
     losses.set_title(f"loss: largest difference {summary['max_abs_loss_diff']:g}", fontsize=11)
     losses.set_xlabel("step")
-    losses.legend(frameon=False)
+    losses.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
     for axes in (categories, phases, losses):
         axes.spines[["top", "right"]].set_visible(False)
     ratio = summary["ratio_without_cold_gathers"]
