@@ -69,7 +69,8 @@ class CieraAllGather(AllGather):
 
     [Note: Any doubt ends in a full gather] State moves before a gather is known to have worked. So every exception
     forgets the state, and a rank that has none (after an exception, `invalidate`, a new layout) says so in its header:
-    then all ranks forget and encode in full, in the same call. Test: test_recovery.py.
+    then all ranks forget and encode in full, in the same call. Test: test_failures.py, an
+    exception on one rank.
     """
 
     def __init__(self, param_group: FSDPParamGroup, policy: CieraPolicy) -> None:
@@ -130,17 +131,13 @@ class CieraAllGather(AllGather):
                 report.stage_seconds[stage] = report.stage_seconds.get(stage, 0.0) + seconds
         return report
 
-    def layouts(self) -> list[Layout]:
-        """The layouts of the streams that have run."""
-        return [stream.state.layout for stream in self._streams.values()]
-
     def _gather(self, stream: _Stream, output: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup) -> None:
         state = stream.state
         header_bytes = 0
+        local_checksum = int(checksum(local.view(1, -1)))
         agreement = Agreement.RESTART
         while agreement is Agreement.RESTART:
             encoded, failure = self._encode(state, local)
-            local_checksum = int(checksum(local.view(1, -1)))
             announced = stream.descriptor_text if failure is None else repr(failure).encode()
             header = pack_header(
                 status=Status.READY if failure is None else Status.ENCODE_FAILED,

@@ -81,7 +81,14 @@ def decode_section(coding: int, data: np.ndarray[Any, Any], num_symbols: int, sy
     symbols = decode_symbols(coding, data, most_symbols=num_symbols)
     if len(symbols) != num_symbols:
         raise CieraDecodeError(f"a section holds {len(symbols)} symbols where {num_symbols} belong")
+    check_width(symbols, symbol_bits)
     return symbols
+
+
+def check_width(symbols: torch.Tensor, symbol_bits: int) -> None:
+    """Raises `CieraDecodeError` when a uint8 symbol is not below 2**symbol_bits."""
+    if symbol_bits < 8 and symbols.numel() and int(symbols.max()) >> symbol_bits:
+        raise CieraDecodeError(f"a symbol does not fit into {symbol_bits} bits")
 
 
 def decode_symbols(coding: int, data: np.ndarray[Any, Any], most_symbols: int) -> torch.Tensor:

@@ -61,6 +61,8 @@ class LockstepState:
             CODECS[run.codec].cache_bytes(run.num_values, layout.dtype, block_size, world_size - 1)
             for run in layout.runs
         )
+        self._fixed_bytes = sum(codec.fixed_bytes for codec in self.codecs)
+        self._num_sections = sum(codec.num_sections for codec in self.codecs)
         self.sequence = 0
         self.base = 0
         self.checksums: tuple[int, ...] | None = None
@@ -87,7 +89,7 @@ class LockstepState:
 
     def encode(self, local: torch.Tensor) -> Encoded:
         """Hash and Cmp of the own shard [num_values]. Moves the sender state on."""
-        fixed = torch.empty(sum(codec.fixed_bytes for codec in self.codecs), dtype=torch.uint8)
+        fixed = torch.empty(self._fixed_bytes, dtype=torch.uint8)
         with self.stage("Hash"):
             for run, codec in zip(self.layout.runs, self.codecs, strict=True):
                 codec.detect(local[run.start : run.stop])
@@ -125,15 +127,15 @@ class LockstepState:
         `output` is [world_size, num_values]; the own slot is left alone. Raises `CieraDecodeError` naming the rank whose
         payload is damaged.
         """
-        fixed_bytes = sum(codec.fixed_bytes for codec in self.codecs)
-        num_sections = sum(codec.num_sections for codec in self.codecs)
         with self.stage("Decmp"):
             for ranks in (range(self.rank), range(self.rank + 1, self.world_size)):
                 if not ranks:
                     continue
                 first_peer = ranks.start if ranks.start < self.rank else ranks.start - 1
                 try:
-                    tables = [read_sections(payloads[r, : num_bytes[r]], fixed_bytes, num_sections) for r in ranks]
+                    tables = [
+                        read_sections(payloads[r, : num_bytes[r]], self._fixed_bytes, self._num_sections) for r in ranks
+                    ]
                     self._decode_ranks(first_peer, payloads[ranks.start : ranks.stop], tables,
                                        output[ranks.start : ranks.stop])  # fmt: skip
                 except CieraDecodeError as error:

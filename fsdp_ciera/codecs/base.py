@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from fsdp_ciera.entropy import Section
+from fsdp_ciera.kernels.formats import FORMATS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,3 +89,16 @@ class RunCodec(ABC):
     def forget(self) -> None:
         """Drops all state: the next gather is a full one."""
         return None
+
+
+class FloatRunCodec(RunCodec):
+    """A codec that looks into the bits of bf16, fp16 and fp32; `format` says where they are."""
+
+    def __init__(self, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> None:
+        super().__init__(num_values, dtype, block_size, num_peers)
+        self.format = FORMATS[dtype]
+
+    @classmethod
+    def supports(cls, dtype: torch.dtype) -> bool:
+        """bf16, fp16 and fp32."""
+        return dtype in FORMATS

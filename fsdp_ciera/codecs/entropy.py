@@ -7,26 +7,16 @@ from typing import ClassVar
 
 import torch
 
-from fsdp_ciera.codecs.base import RunCodec, StoredSection
+from fsdp_ciera.codecs.base import FloatRunCodec, StoredSection
 from fsdp_ciera.entropy import Section, code_section, decode_section
-from fsdp_ciera.kernels.formats import FORMATS
 from fsdp_ciera.kernels.reference import merge_planes, split_planes
 
 
-class Entropy(RunCodec):
+class Entropy(FloatRunCodec):
     """Sign+mantissa as they are, exponents entropy-coded (2.6 to 2.7 bits of 8 for trained weights). Memory: none."""
 
     name: ClassVar[str] = "entropy"
     num_sections: ClassVar[int] = 1
-
-    def __init__(self, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> None:
-        super().__init__(num_values, dtype, block_size, num_peers)
-        self.format = FORMATS[dtype]
-
-    @classmethod
-    def supports(cls, dtype: torch.dtype) -> bool:
-        """bf16, fp16 and fp32."""
-        return dtype in FORMATS
 
     @classmethod
     def cache_bytes(cls, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> int:

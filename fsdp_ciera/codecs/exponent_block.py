@@ -14,14 +14,13 @@ from typing import ClassVar
 
 import torch
 
-from fsdp_ciera.codecs.base import RunCodec, StoredSection
+from fsdp_ciera.codecs.base import FloatRunCodec, StoredSection
 from fsdp_ciera.entropy import Section, code_section, decode_section
-from fsdp_ciera.errors import CieraDecodeError
-from fsdp_ciera.kernels.formats import FORMATS, packed_bytes
+from fsdp_ciera.kernels.formats import packed_bytes
 from fsdp_ciera.kernels.reference import hash_blocks, merge_planes, pack_bits, split_planes, unpack_bits
 
 
-class ExponentBlock(RunCodec):
+class ExponentBlock(FloatRunCodec):
     """Reuses the exponents of unchanged blocks (paper sections 3.1 and 3.2).
 
     Wire, per value: sign+mantissa (8 bits of bf16, 11 of fp16, 24 of fp32) + 1/B bitmap bit + the entropy-coded exponent
@@ -35,7 +34,6 @@ class ExponentBlock(RunCodec):
 
     def __init__(self, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> None:
         super().__init__(num_values, dtype, block_size, num_peers)
-        self.format = FORMATS[dtype]
         self.num_blocks = -(-num_values // block_size)
         self.bitmap_bytes = packed_bytes(self.num_blocks, 1)
         self._hash_cache: torch.Tensor | None = None  # int64 [num_blocks, 2]
@@ -44,11 +42,6 @@ class ExponentBlock(RunCodec):
         self._exponents: torch.Tensor | None = None  # between detect and compress: uint8 [num_blocks, block_size]
         self._remainder: torch.Tensor | None = None
         self._changed: torch.Tensor | None = None  # bool [num_blocks]
-
-    @classmethod
-    def supports(cls, dtype: torch.dtype) -> bool:
-        """bf16, fp16 and fp32."""
-        return dtype in FORMATS
 
     @classmethod
     def cache_bytes(cls, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> int:
@@ -128,8 +121,6 @@ class ExponentBlock(RunCodec):
         ends_in_last = bool(num_changed) and bool(changed[-1])
         num_symbols = num_changed * self.block_size - (self._num_unused if ends_in_last else 0)
         symbols = decode_section(section.coding, section.data, num_symbols, self.format.exponent_bits)
-        if self.format.exponent_bits < 8 and num_symbols and int(symbols.max()) >> self.format.exponent_bits:
-            raise CieraDecodeError(f"an exponent does not fit into {self.format.exponent_bits} bits")
         if num_symbols == self.num_values:
             cache.view(-1)[:num_symbols] = symbols
         elif num_changed:

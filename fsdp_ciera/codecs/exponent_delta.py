@@ -12,17 +12,15 @@ from typing import ClassVar
 
 import torch
 
-from fsdp_ciera.codecs.base import RunCodec, StoredSection
-from fsdp_ciera.entropy import Coding, Section, code_section, decode_section
-from fsdp_ciera.errors import CieraDecodeError
-from fsdp_ciera.kernels.formats import FORMATS
+from fsdp_ciera.codecs.base import FloatRunCodec, StoredSection
+from fsdp_ciera.entropy import Coding, Section, check_width, code_section, decode_section
 from fsdp_ciera.kernels.reference import merge_planes, split_planes
 from fsdp_ciera.positions import code_positions, decode_positions, is_all
 
 _MOST_CHANGED = 0.5  # above this share, positions cost more than they save
 
 
-class ExponentDelta(RunCodec):
+class ExponentDelta(FloatRunCodec):
     """Keeps nearly the 2x of unchanged exponents at every learning rate (no block is all or nothing).
 
     Wire, per value: sign+mantissa (8 bits of bf16) + 0.01 to 0.06 bit for changed exponents. Memory: one byte a value of
@@ -34,14 +32,8 @@ class ExponentDelta(RunCodec):
 
     def __init__(self, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> None:
         super().__init__(num_values, dtype, block_size, num_peers)
-        self.format = FORMATS[dtype]
         self._own: torch.Tensor | None = None  # uint8 [num_values]
         self._exp_cache: torch.Tensor | None = None  # uint8 [num_peers, num_values]
-
-    @classmethod
-    def supports(cls, dtype: torch.dtype) -> bool:
-        """bf16, fp16 and fp32."""
-        return dtype in FORMATS
 
     @classmethod
     def cache_bytes(cls, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> int:
@@ -82,9 +74,9 @@ class ExponentDelta(RunCodec):
                 continue
             positions = decode_positions(where, self.num_values)
             if len(positions):
-                cache[peer][positions] += decode_section(what.coding, what.data, len(positions))
-        if self.format.exponent_bits < 8 and cache.numel() and int(cache.max()) >> self.format.exponent_bits:
-            raise CieraDecodeError(f"an exponent does not fit into {self.format.exponent_bits} bits")
+                fresh = cache[peer][positions] + decode_section(what.coding, what.data, len(positions))
+                check_width(fresh, self.format.exponent_bits)
+                cache[peer][positions] = fresh
         merge_planes(cache, fixed, self.format, out)
 
     def forget(self) -> None:

@@ -12,10 +12,9 @@ from typing import ClassVar
 
 import torch
 
-from fsdp_ciera.codecs.base import RunCodec, StoredSection
+from fsdp_ciera.codecs.base import FloatRunCodec, StoredSection
 from fsdp_ciera.entropy import Coding, Section, code_section, decode_section
 from fsdp_ciera.errors import CieraDecodeError
-from fsdp_ciera.kernels.formats import FORMATS
 from fsdp_ciera.kernels.reference import merge_planes, split_planes
 from fsdp_ciera.positions import code_positions, decode_positions, is_all
 
@@ -23,7 +22,7 @@ _ESCAPE = 255  # a change that does not fit into a byte: the value itself travel
 _MOST_CHANGED = 0.5  # above this share, positions cost more than they save
 
 
-class ValueDelta(RunCodec):
+class ValueDelta(FloatRunCodec):
     """Sends the signed distance to the last value among the numbers of its format, for the values that changed.
 
     Wire, per value: 0.1 to 2 bits in the first gather after an optimizer step, 0 in the next ones. Memory: the own shard
@@ -36,14 +35,8 @@ class ValueDelta(RunCodec):
 
     def __init__(self, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> None:
         super().__init__(num_values, dtype, block_size, num_peers)
-        self.format = FORMATS[dtype]
         self._own: torch.Tensor | None = None  # bits [num_values]
         self._value_cache: torch.Tensor | None = None  # bits [num_peers, num_values]
-
-    @classmethod
-    def supports(cls, dtype: torch.dtype) -> bool:
-        """bf16, fp16 and fp32."""
-        return dtype in FORMATS
 
     @classmethod
     def cache_bytes(cls, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> int:
