@@ -286,6 +286,7 @@ def save_and_find(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     for step in (8, 9, 10):
         save(step)
     seen["kept"] = sorted(path.name for path in root.iterdir())
+    torch.distributed.barrier()  # or a faster rank's next save would show up in a slower one's listing
     with patch.object(checkpoint, "_publish", side_effect=OSError("killed before the rename")):
         try:
             save(11)
