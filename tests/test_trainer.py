@@ -524,7 +524,7 @@ def test_finetune_command_reports_what_only_the_ranks_can_see(folder: Path, tmp_
 RANK_SCRIPT = """
 import os, sys, time
 rank = int(os.environ["RANK"])
-print(f"started {rank}/{os.environ['WORLD_SIZE']}", flush=True)
+os.write(1, f"started {rank}/{os.environ['WORLD_SIZE']}\\n".encode())  # one write, so that lines of ranks do not mix
 if sys.argv[1] == "fail" and rank == 1:
     sys.exit(7)
 if sys.argv[1] == "hang" or (sys.argv[1] == "fail" and rank == 0):
