@@ -41,7 +41,6 @@ from fsdp_ciera.wire import (
     fingerprint_of,
     pack_header,
     unpack_headers,
-    write_payload,
 )
 
 
@@ -202,11 +201,9 @@ class CieraAllGather(AllGather):
                 all_gather_flat(output.view(-1).view(torch.uint8), local.view(torch.uint8), group, async_op=False)
             return None
         payloads = torch.empty(state.world_size, max(sizes), dtype=torch.uint8)
-        write_payload(payloads[state.rank], encoded.fixed, encoded.sections)
-        payloads[state.rank, encoded.num_bytes :] = 0
         if max(sizes):  # the same on all ranks: where nothing changed anywhere, nothing moves
             with state.stage("AllGather"):
-                all_gather_flat(payloads.view(-1), payloads[state.rank], group, async_op=False)
+                all_gather_flat(payloads.view(-1), encoded.payload(max(sizes)), group, async_op=False)
         try:
             state.decode(payloads, sizes, output)
         except Exception as failure:

@@ -18,7 +18,7 @@ from fsdp_ciera.codecs import CODECS, RunCodec, StoredSection
 from fsdp_ciera.entropy import Section
 from fsdp_ciera.errors import CieraDecodeError
 from fsdp_ciera.layout import Layout
-from fsdp_ciera.wire import TABLE_ENTRY_BYTES, base_of, payload_bytes, read_sections
+from fsdp_ciera.wire import TABLE_ENTRY_BYTES, base_of, payload_bytes, read_sections, write_payload
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,15 @@ class Encoded:
     def num_bytes(self) -> int:
         """Length of the payload."""
         return payload_bytes(self.fixed, self.sections)
+
+    def payload(self, padded_bytes: int) -> torch.Tensor:
+        """-> uint8 [padded_bytes], zeros behind the payload's `num_bytes`."""
+        if self.num_bytes == self.fixed.numel() == padded_bytes:
+            return self.fixed
+        payload = torch.empty(padded_bytes, dtype=torch.uint8)
+        write_payload(payload, self.fixed, self.sections)
+        payload[self.num_bytes :] = 0
+        return payload
 
 
 class LockstepState:

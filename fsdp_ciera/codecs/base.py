@@ -37,6 +37,9 @@ class RunCodec(ABC):
 
     name: ClassVar[str]
     num_sections: ClassVar[int] = 0
+    stateless: ClassVar[bool] = False
+    """Whether the same values always make the same payload. All other codecs must make empty plain sections of a shard that
+    did not change, so that the size of a repeat gather is known beforehand."""
 
     def __init__(self, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> None:
         self.num_values = num_values

@@ -16,6 +16,7 @@ class Entropy(FloatRunCodec):
     """Sign+mantissa as they are, exponents entropy-coded (2.6 to 2.7 bits of 8 for trained weights). Memory: none."""
 
     name: ClassVar[str] = "entropy"
+    stateless: ClassVar[bool] = True
     num_sections: ClassVar[int] = 1
 
     @classmethod

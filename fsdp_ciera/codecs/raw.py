@@ -15,6 +15,7 @@ class Raw(RunCodec):
     """Sends every value as it is: for runs that are not opted in, and for dtypes that no other codec knows."""
 
     name: ClassVar[str] = "raw"
+    stateless: ClassVar[bool] = True
 
     @classmethod
     def cache_bytes(cls, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> int:
