@@ -74,11 +74,13 @@ __all__ = [
     "check_torch_version",
     "default_store",
     "gather_dtype",
-    "gather_world_sizes",
+    "gather_input",
+    "gather_ranks",
     "get_comm",
     "group_phase",
     "is_default_comm",
     "names_are_known",
+    "new_local_group",
     "param_groups",
     "param_names_and_sizes",
     "restore_default_comm",
@@ -101,6 +103,16 @@ def all_gather_bytes(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     gathered = torch.empty(world_size, local.numel(), dtype=torch.uint8, device=local.device)
     all_gather_flat(gathered.view(-1), local, group, async_op=False)
     return gathered
+
+
+def new_local_group(ranks: Sequence[int], parent: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A process group of these global ranks with the backends and the timeout of `parent`; collective over them alone."""
+    backend = parent._get_backend(torch.device("cpu"))
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    config = dist.get_backend_config(parent)
+    group = dist.new_group(list(ranks), timeout=timeout, backend=config, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def default_store() -> Any:
@@ -171,6 +183,23 @@ def _gathered_tensors(param: Any) -> Sequence[torch.Tensor]:
     return (param._sharded_param_data,)
 
 
+def gather_input(group: FSDPParamGroup) -> tuple[dist.ProcessGroup, torch.Tensor] | None:
+    """The process group of the next forward gather, and what FSDP2 would put into this rank's slot of it [num_values].
+
+    `None` unless all parameters are sharded now, and for parameters that make their own gather inputs. Cost: the cast and
+    copy that the gather makes.
+    """
+    params = group.fsdp_params
+    if any(
+        p.sharded_state.name != "SHARDED" or hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in params
+    ):
+        return None
+    inputs = [tensor for param in params for tensor in param.all_gather_inputs]
+    if gather_dtype(group) == torch.uint8:
+        inputs = [tensor.view(torch.uint8) for tensor in inputs]
+    return group.mesh_info.shard_process_group, torch.cat([tensor.reshape(-1) for tensor in inputs])
+
+
 def names_are_known(group: FSDPParamGroup) -> bool:
     """Whether the FSDP root has run its first forward, and so has told its groups their names."""
     return group._module_fqn is not None
@@ -195,16 +224,16 @@ def shard_world_size(group: FSDPParamGroup) -> int:
     return int(getattr(group.mesh_info, "shard_mesh_size", 1))
 
 
-def gather_world_sizes(group: FSDPParamGroup) -> list[int]:
-    """The sizes of all process groups that this group's parameters are gathered over.
+def gather_ranks(group: FSDPParamGroup) -> list[list[int]]:
+    """The global ranks of all process groups that this group's parameters are gathered over, in each group's order.
 
     Two with `reshard_after_forward=<int>` (the whole shard mesh in forward, the smaller one in backward), otherwise one.
     """
-    post_forward = group.post_forward_mesh_info
-    sizes = [shard_world_size(group)]
-    if post_forward is not None and post_forward is not group.mesh_info:
-        sizes.append(int(post_forward.shard_mesh_size))
-    return sizes
+    infos = [group.mesh_info]
+    if group.post_forward_mesh_info is not None and group.post_forward_mesh_info is not group.mesh_info:
+        infos.append(group.post_forward_mesh_info)
+    groups = [getattr(info, "shard_process_group", None) for info in infos]
+    return [dist.get_process_group_ranks(group) for group in groups if group is not None]
 
 
 def sibling_groups(group: FSDPParamGroup) -> list[FSDPParamGroup]:

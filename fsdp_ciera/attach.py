@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 
 from fsdp_ciera._compat import (
@@ -22,7 +23,9 @@ from fsdp_ciera._compat import (
 from fsdp_ciera.collective import CieraAllGather
 from fsdp_ciera.errors import CieraConflictError, CieraPolicyError
 from fsdp_ciera.policy import CieraPolicy
+from fsdp_ciera.sizes import settle_ahead
 from fsdp_ciera.statistics import CieraStats
+from fsdp_ciera.stream import Stream
 
 ModuleT = TypeVar("ModuleT", nn.Module, list[nn.Module])
 
@@ -118,6 +121,31 @@ def invalidate(model: nn.Module) -> None:
     """
     for comm in _comms(model):
         comm.invalidate()
+
+
+def settle_sizes(model: nn.Module) -> int:
+    """Settles the payload sizes of all groups of `model` at once, for all gathers until the weights change.
+
+    Optional. Call it on all ranks right after `optimizer.step()`: all groups encode together and exchange one batch of
+    headers per process group, and then each gather is one collective instead of two. Groups that have not been gathered yet,
+    that are gathered now, or that are sent raw are left out, and so are the backward gathers of
+    `reshard_after_forward=<int>`. Whoever changes weights afterwards need not call it again: the next gather notices, on all
+    ranks, and settles its own sizes (in full when it is the first one after this call).
+
+    Returns the number of groups settled. Memory: the encoded shards of all groups until their first gather (for
+    `value_delta` what changed; for the other codecs about half of this rank's shard of the model). Raises on all ranks
+    together as a gather does.
+    """
+    batches: dict[str, list[tuple[CieraAllGather, Stream, torch.Tensor]]] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for comm in _comms(model):
+            found = comm.shard_to_settle()
+            if found is not None:
+                batches.setdefault(found[0].group.group_name, []).append((comm, *found))
+        for batch in batches.values():
+            sent_bytes = settle_ahead([(stream, local) for _, stream, local in batch], batch[0][1].group)
+            batch[0][0].count_settling(sent_bytes)
+    return sum(map(len, batches.values()))
 
 
 def stats(model: nn.Module) -> CieraStats:

@@ -3,14 +3,14 @@
     allocate   FSDP2 asks for the output and copies the local shards into this rank's slot of it
     __call__   encode -> sizes -> gather -> decode into the other ranks' slots
 
-The parts: layout.py names the runs, lockstep.py encodes and decodes, wire.py lays out bytes, handshake.py settles.
+The parts: layout.py names the runs, sizes.py lets the ranks know what comes (with handshake.py), exchange.py moves payloads,
+lockstep.py encodes and decodes, wire.py lays out bytes.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,30 +18,22 @@ import torch.distributed as dist
 from fsdp_ciera._compat import (
     AllGather,
     FSDPParamGroup,
-    all_gather_bytes,
     all_gather_flat,
+    gather_input,
     group_phase,
     names_are_known,
     param_names_and_sizes,
 )
-from fsdp_ciera.handshake import Agreement, settle
+from fsdp_ciera.exchange import Outcome, Result, exchange_payloads
 from fsdp_ciera.kernels.reference import checksum
-from fsdp_ciera.layout import Layout, Run, build_layout
-from fsdp_ciera.lockstep import Encoded, LockstepState
+from fsdp_ciera.layout import build_layout
 from fsdp_ciera.plan import codecs_of
 from fsdp_ciera.policy import CieraPolicy
+from fsdp_ciera.sizes import Agreed, agree
 from fsdp_ciera.statistics import CieraStats
+from fsdp_ciera.stream import Stream
+from fsdp_ciera.topology import check_node_size, cut_of
 from fsdp_ciera.verification import check_against_raw, check_checksums
-from fsdp_ciera.version import __version__
-from fsdp_ciera.wire import (
-    HEADER_BYTES,
-    WIRE_VERSION,
-    Status,
-    encode_descriptor,
-    fingerprint_of,
-    pack_header,
-    unpack_headers,
-)
 
 
 class CieraAllGather(AllGather):
@@ -78,7 +70,7 @@ class CieraAllGather(AllGather):
         self.planned_codecs: tuple[str, ...] | None = None
         """The codec of each parameter; decided at the first gather (fsdp_ciera.plan)."""
         self._counts = CieraStats()
-        self._streams: dict[tuple[str, torch.dtype, int], _Stream] = {}
+        self._streams: dict[tuple[str, torch.dtype, int], Stream] = {}
 
     # FSDP2's side
 
@@ -106,9 +98,9 @@ class CieraAllGather(AllGather):
         with torch.inference_mode(False), torch.no_grad():
             stream = self._stream(input_tensor, group)
             try:
-                self._gather(stream, output_tensor.view(group.size(), -1), input_tensor, group)
+                self._gather(stream, output_tensor.view(group.size(), -1), input_tensor)
             except BaseException:
-                stream.state.forget()  # See [Note: Any doubt ends in a full gather]
+                stream.forget()  # See [Note: Any doubt ends in a full gather]
                 raise
         return None
 
@@ -117,7 +109,23 @@ class CieraAllGather(AllGather):
     def invalidate(self) -> None:
         """The next gather of every stream is a full one."""
         for stream in self._streams.values():
-            stream.state.forget()
+            stream.forget()
+
+    def shard_to_settle(self) -> tuple[Stream, torch.Tensor] | None:
+        """The stream of the group's forward gathers, and what it would gather now [num_values]: for `settle_ahead`.
+
+        `None` when there is nothing to settle: before the first gather, while the parameters are gathered, for raw groups.
+        """
+        found = gather_input(self.param_group) if names_are_known(self.param_group) else None
+        if found is None:
+            return None
+        group, local = found
+        stream = self._streams.get((group.group_name, local.dtype, local.numel()))
+        return None if stream is None or stream.layout.is_raw else (stream, local)
+
+    def count_settling(self, sent_bytes: int) -> None:
+        """Counts what `settle_ahead` sent, on behalf of all its groups."""
+        self._counts.count_overhead("settle", sent_bytes, link="flat")
 
     def stats(self) -> CieraStats:
         """A copy of the counts so far, with the caches held now."""
@@ -125,105 +133,81 @@ class CieraAllGather(AllGather):
         report.merge(self._counts)
         for stream in self._streams.values():
             report.cache_bytes += stream.state.cache_bytes
-            report.world_size = max(report.world_size, stream.state.world_size)
+            report.world_size = max(report.world_size, stream.cut.world_size)
             for stage, seconds in stream.state.stage_seconds.items():
                 report.stage_seconds[stage] = report.stage_seconds.get(stage, 0.0) + seconds
         return report
 
-    def _gather(self, stream: _Stream, output: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup) -> None:
-        state = stream.state
-        header_bytes = 0
+    def _gather(self, stream: Stream, output: torch.Tensor, local: torch.Tensor) -> None:
         local_checksum = int(checksum(local.view(1, -1)))
-        agreement = Agreement.RESTART
-        while agreement is Agreement.RESTART:
-            encoded, failure = self._encode(state, local)
-            announced = stream.descriptor_text if failure is None else repr(failure).encode()
-            header = pack_header(
-                status=Status.READY if failure is None else Status.ENCODE_FAILED,
-                fingerprint=stream.fingerprint,
-                sequence=state.sequence + 1,
-                base=state.base,
-                payload_bytes=encoded.num_bytes if encoded is not None else 0,
-                checksum=local_checksum,
-                descriptor_bytes=len(announced),
-            )
-            with state.stage("AllGather"):
-                headers = unpack_headers(all_gather_bytes(header, group))
-            header_bytes += (state.world_size - 1) * HEADER_BYTES
-            agreement = settle(headers, stream.descriptor, announced, group, failure)
-            if agreement is Agreement.RESTART:
-                state.forget()
-        assert encoded is not None
-        sequence = int(headers["sequence"].max())
-        sizes = [int(size) for size in headers["payload_bytes"]]
-        check_is_due = self._check_is_due(sequence)
-        failure = self._exchange_payloads(state, encoded, sizes, output, local, group)
-        if failure is not None and not check_is_due:
-            raise failure
-        checksums = tuple(int(value) for value in headers["checksum"])
-        phase = f"{'cold' if not state.base else 'repeat' if checksums == state.checksums else 'first'}/" + group_phase(
-            self.param_group
-        )
+        encoded = None
+        wasted_bytes = wasted_in_node_bytes = 0
+        if stream.epoch is not None:
+            promise, encoded = stream.epoch.next(stream, local, local_checksum)
+            is_first = stream.epoch.first is not None
+            result = exchange_payloads(stream, encoded, promise.sizes, output, local, promise.mark, promise.own_mark)
+            if result.outcome is not Outcome.DOUBTED:
+                assert encoded is not None
+                stream.epoch.first = None
+                stream.epoch.num_gathers += 1
+                self._complete(stream, Agreed(encoded, promise.headers, 0), result, output, local)
+                return
+            # See [Note: An epoch ends on all ranks together]
+            stream.epoch = None
+            wasted_bytes, wasted_in_node_bytes = result.sent_bytes, result.sent_in_node_bytes
+            if is_first:  # what was encoded ahead has moved the senders' state on, and the receivers' will never follow
+                stream.state.forget()
+                encoded = None
+        agreed = agree(stream, local, local_checksum, encoded)
+        check_node_size(self.policy)
+        result = exchange_payloads(stream, agreed.encoded, agreed.sizes, output, local)
+        result.sent_bytes += wasted_bytes
+        result.sent_in_node_bytes += wasted_in_node_bytes
+        self._complete(stream, agreed, result, output, local)
+
+    def _complete(
+        self, stream: Stream, agreed: Agreed, result: Result, output: torch.Tensor, local: torch.Tensor
+    ) -> None:
+        """Payloads have moved: checks, counts, and moves the lockstep on."""
+        state = stream.state
+        check_is_due = self._check_is_due(agreed.sequence)
+        if result.failure is not None and not check_is_due:
+            raise result.failure
+        checksums = agreed.checksums
+        kind = "cold" if not state.base else "repeat" if checksums == state.checksums else "first"
+        phase = f"{kind}/{group_phase(self.param_group)}"
         if state.base:
-            self._counts.num_blocks += encoded.num_blocks
-            self._counts.num_blocks_reused += encoded.num_blocks_reused
-        state.commit(sequence, checksums)
-        self._count(state, phase, encoded, header_bytes, max(sizes))
+            self._counts.num_blocks += agreed.encoded.num_blocks
+            self._counts.num_blocks_reused += agreed.encoded.num_blocks_reused
+        state.commit(agreed.sequence, checksums)
+        self._count(stream, phase, agreed, result)
         if check_is_due:
             if self.policy.verify == "every":
-                sent = check_checksums(output, headers["checksum"], group, stream.where, failure)
+                sent = check_checksums(output, agreed.headers["checksum"], stream.group, stream.where, result.failure)
             else:
-                sent = check_against_raw(output, local, group, stream.where, failure)
-            self._counts.count_check(phase, sent)
-
-    def _encode(self, state: LockstepState, local: torch.Tensor) -> tuple[Encoded | None, Exception | None]:
-        """A rank that cannot encode must not leave its peers waiting: it tells them, and all raise together."""
-        if state.layout.is_raw:
-            return Encoded.raw(local, state.layout), None
-        try:
-            state.prepare()  # our largest allocation: should it fail, the peers hear of it too
-            return state.encode(local), None
-        except Exception as failure:
-            return None, failure
-
-    def _exchange_payloads(
-        self,
-        state: LockstepState,
-        encoded: Encoded,
-        sizes: Sequence[int],
-        output: torch.Tensor,
-        local: torch.Tensor,
-        group: dist.ProcessGroup,
-    ) -> Exception | None:
-        """Gathers and decodes; returns what went wrong in decoding, since a check that is due must be run all the same."""
-        if state.layout.is_raw:
-            with state.stage("AllGather"):
-                all_gather_flat(output.view(-1).view(torch.uint8), local.view(torch.uint8), group, async_op=False)
-            return None
-        payloads = torch.empty(state.world_size, max(sizes), dtype=torch.uint8)
-        if max(sizes):  # the same on all ranks: where nothing changed anywhere, nothing moves
-            with state.stage("AllGather"):
-                all_gather_flat(payloads.view(-1), encoded.payload(max(sizes)), group, async_op=False)
-        try:
-            state.decode(payloads, sizes, output)
-        except Exception as failure:
-            return failure
-        return None
+                sent = check_against_raw(output, local, stream.group, stream.where, result.failure)
+            self._counts.count_overhead(phase, sent, link="flat" if stream.cut.is_flat else "between_nodes")
 
     def _check_is_due(self, sequence: int) -> bool:
         verify = self.policy.verify
         return verify == "every" or (isinstance(verify, int) and sequence % verify == 0)
 
-    def _count(self, state: LockstepState, phase: str, encoded: Encoded, header_bytes: int, padded_bytes: int) -> None:
-        num_peers = state.world_size - 1
-        item_bytes = state.layout.dtype.itemsize
-        runs = zip(state.layout.runs, encoded.run_bytes, strict=True)
-        self._counts.count(
-            phase,
-            num_peers * state.layout.num_values * item_bytes,
-            header_bytes + num_peers * padded_bytes,
-            [(r.category, r.codec, num_peers * r.num_values * item_bytes, num_peers * sent) for r, sent in runs],
-        )
+    def _count(self, stream: Stream, phase: str, agreed: Agreed, result: Result) -> None:
+        cut, layout = stream.cut, stream.layout
+        item_bytes = layout.dtype.itemsize
+        num_peers, num_in_node = cut.num_nodes - 1, (cut.ranks_per_node - 1) * cut.num_nodes
+        raw_bytes = layout.num_values * item_bytes
+        sent_bytes = agreed.sent_bytes + result.sent_bytes
+        links = [("flat" if cut.is_flat else "between_nodes", num_peers * raw_bytes, sent_bytes)]
+        if not cut.is_flat:
+            links.append(("in_node", num_in_node * raw_bytes, result.sent_in_node_bytes))
+        runs = []
+        for run, run_bytes in zip(layout.runs, agreed.encoded.run_bytes, strict=True):
+            raw = run.num_values * item_bytes
+            runs.append(
+                (run.category, run.codec, (cut.world_size - 1) * raw, num_peers * run_bytes + num_in_node * raw)
+            )
+        self._counts.count(phase, links, runs)
 
     def _gather_plain(
         self, output: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup, async_op: bool
@@ -235,52 +219,26 @@ class CieraAllGather(AllGather):
             warnings.warn(f"fsdp_ciera: {text}", stacklevel=2)
         sent = (group.size() - 1) * local.numel() * local.element_size()
         self._counts.world_size = group.size()
-        self._counts.count(f"plain/{group_phase(self.param_group)}", sent, sent, [("other", "raw", sent, sent)])
+        phase = f"plain/{group_phase(self.param_group)}"
+        self._counts.count(phase, [("flat", sent, sent)], [("other", "raw", sent, sent)])
         work = all_gather_flat(output, local, group, async_op)
         return work if async_op else None
 
-    def _stream(self, local: torch.Tensor, group: dist.ProcessGroup) -> _Stream:
+    def _stream(self, local: torch.Tensor, group: dist.ProcessGroup) -> Stream:
         key = (group.group_name, local.dtype, local.numel())  # See [Note: One state per stream]
         if key not in self._streams:
             self._streams[key] = self._open_stream(local, group)
         return self._streams[key]
 
-    def _open_stream(self, local: torch.Tensor, group: dist.ProcessGroup) -> _Stream:
+    def _open_stream(self, local: torch.Tensor, group: dist.ProcessGroup) -> Stream:
         module, names, sizes = param_names_and_sizes(self.param_group, local.dtype)
         codecs = codecs_of(self, local.dtype, group)
         layout = build_layout(names, sizes, codecs, local.numel(), local.dtype)
         if layout.is_raw and any(codec != "raw" for codec in self.policy.codecs) and local.dtype == torch.uint8:
             self._counts.note(f"{module}: a group of mixed dtypes is gathered as bytes, so it goes raw")
-        state = LockstepState(layout, self.policy.block_size, group.size(), group.rank())
-        descriptor = describe(module, self.policy, layout, group.size())
-        return _Stream(state, descriptor)
-
-
-class _Stream:
-    """A `LockstepState` with the identity that every header of it carries."""
-
-    def __init__(self, state: LockstepState, descriptor: dict[str, Any]) -> None:
-        self.state = state
-        self.descriptor = descriptor
-        self.descriptor_text = encode_descriptor(descriptor)
-        self.fingerprint = fingerprint_of(descriptor)
-        self.where = f"module {descriptor['module']!r}"
-
-
-def describe(module: str, policy: CieraPolicy, layout: Layout, world_size: int) -> dict[str, Any]:
-    """What all ranks of a group must have in common, field by field."""
-
-    def label(run: Run) -> str:
-        return f"{run.category}:{run.codec}:{run.num_values}"
-
-    return {
-        "module": module,
-        "dtype": str(layout.dtype).removeprefix("torch."),
-        "num_values": layout.num_values,
-        "group_size": world_size,
-        "fsdp_ciera version": __version__,
-        "wire version": WIRE_VERSION,
-        "torch version": torch.__version__.split("+")[0],
-        "layout": [label(run) for run in layout.runs],
-        **{f"policy.{name}": value for name, value in policy.to_dict().items()},
-    }
+        cut = cut_of(dist.get_process_group_ranks(group), self.policy)
+        if self.policy.topology == "hierarchical" and cut.is_flat and group.size() > 1:
+            self._counts.note(
+                f"{module}: nodes do not cut its group of {group.size()} ranks evenly, so it is gathered flat"
+            )
+        return Stream(module, self.policy, layout, group, cut)

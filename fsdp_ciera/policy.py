@@ -12,7 +12,7 @@ from fsdp_ciera.errors import CieraPolicyError
 from fsdp_ciera.policies.categories import CATEGORIES
 
 _BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_TOPOLOGIES = ("flat",)
+_TOPOLOGIES = ("flat", "hierarchical", "auto")
 
 
 def parse_byte_size(text: str) -> int:
@@ -38,10 +38,13 @@ class CieraPolicy:
     """
 
     codecs: tuple[str, ...] = ("exponent_block",)
-    """Names of the codecs that the policy may choose from; the first one is used wherever a category is opted in, and
-    `"raw"` for the rest. Allowed: `"exponent_block"` (the paper, Algorithm 1), `"exponent_delta"` (about 8 bits a value
-    of bf16 in every gather; the cache of the paper and the own shard), `"value_delta"` (0.1 to 2 bits a value after an
-    optimizer step, nothing in repeat gathers; twice that cache), `"entropy"` (10.6 bits, no cache) and `"raw"`."""
+    """Codecs in order of preference: each parameter gets the first one that knows its gathered dtype and whose cache still
+    fits `cache_budget`; parameters that get none, or are not opted in, go raw in the same gather. Allowed:
+    `"value_delta"` (0.1 to 2 bits a value of bf16 after an optimizer step, nothing in repeat gathers; caches the own
+    shard and all others at 2 bytes a value), `"exponent_delta"` (about 8 bits in every gather; half that cache),
+    `"exponent_block"` (the paper, Algorithm 1; 8 bits and the exponents of changed blocks; that half without the own
+    shard), `"entropy"` (10.6 bits, no cache) and `"raw"`. The last two cost no cache and so always fit: nothing after them
+    is ever chosen, and with `"entropy"` at the end no floating-point parameter goes raw."""
 
     categories: tuple[str, ...] | None = None
     """Shard categories to compress: any of `expert_ffn`, `attention`, `routing_gate`, `layer_norm`, `embedding` (with
@@ -49,7 +52,9 @@ class CieraPolicy:
 
     cache_budget: str | int | None = None
     """Most bytes of caches on each rank, for all modules under one FSDP root that carry an equal policy: a number of bytes
-    or a string such as `"8GiB"`. Parameters that do not fit go raw, the largest are kept first. `None`: no limit."""
+    or a string such as `"8GiB"`. `codecs[0]` goes to the largest parameters first, until nothing more fits, then
+    `codecs[1]` to those left over, with what is left of the budget, and so on. `None`: no limit. What a policy costs a model
+    is known beforehand: `fsdp_ciera.estimate_memory`."""
 
     block_size: int = 512
     """Values per block (the paper's B): a multiple of 8 from 64 to 4096."""
@@ -57,11 +62,14 @@ class CieraPolicy:
     tables: str | None = None
     """Reserved for change-rate tables; only `None` so far."""
 
-    topology: Literal["flat"] = "flat"
-    """`"flat"`: every rank exchanges with every other one of the shard group."""
+    topology: Literal["flat", "hierarchical", "auto"] = "flat"
+    """`"flat"`: every rank exchanges with every other one of the shard group. `"hierarchical"`: compressed between nodes,
+    among the ranks of equal number in their nodes, then plain inside each node; caches shrink by the ranks of a node. A
+    group that nodes do not cut evenly, or that lies in one node (HSDP), stays flat. `"auto"`: hierarchical where the node
+    size is known and cuts the group, otherwise flat."""
 
     ranks_per_node: int | None = None
-    """Reserved for the hierarchical topology; only `None` so far."""
+    """Global rank r is on node r // ranks_per_node. `None`: the environment's `LOCAL_WORLD_SIZE`, which torchrun sets."""
 
     verify: Literal["every"] | int | None = None
     """`"every"`: after each gather every rank checks a 64-bit checksum of what it decoded (one pass over the output
@@ -92,7 +100,15 @@ class CieraPolicy:
         if not isinstance(self.overlap, bool):
             raise CieraPolicyError(f"overlap={self.overlap!r} must be True or False")
         _check_choice("topology", self.topology, _TOPOLOGIES)
-        for reserved in ("tables", "ranks_per_node", "adapt_every"):
+        if self.ranks_per_node is not None:
+            if not _is_int(self.ranks_per_node) or self.ranks_per_node < 1:
+                raise CieraPolicyError(f"ranks_per_node={self.ranks_per_node!r} must be None or an int of at least 1")
+            if self.topology == "flat":
+                raise CieraPolicyError(
+                    f"ranks_per_node={self.ranks_per_node} means nothing to a flat gather: add "
+                    'topology="hierarchical" or "auto"'
+                )
+        for reserved in ("tables", "adapt_every"):
             if getattr(self, reserved) is not None:
                 raise CieraPolicyError(f"{reserved}={getattr(self, reserved)!r} is not supported yet: leave it None")
         if self.cache_budget is not None and not isinstance(self.cache_budget, str) and not _is_int(self.cache_budget):
@@ -111,10 +127,9 @@ class CieraPolicy:
         """`cache_budget` in bytes."""
         return parse_byte_size(self.cache_budget) if isinstance(self.cache_budget, str) else self.cache_budget
 
-    def codec_for(self, category: str) -> str:
-        """The codec that shards of `category` are given, before the budget is looked at."""
-        opted_in = self.categories is None or category in self.categories
-        return self.codecs[0] if opted_in else "raw"
+    def codecs_for(self, category: str) -> tuple[str, ...]:
+        """The codecs that shards of `category` may be given, in order of preference; none when it is not opted in."""
+        return self.codecs if self.categories is None or category in self.categories else ()
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values, in declaration order."""

@@ -37,8 +37,9 @@ class CieraStats:
     `wire_bytes` is all that left the rank for completed gathers of parameters: payloads, padding, headers, checks.
     `raw_bytes` is what stock FSDP2 would have sent: (world_size - 1) x the padded local shard. `by_phase` is keyed
     "cold/forward", "first/forward", "repeat/backward" and so on: *cold* = no cache to build on; *first* = the weights
-    changed since the last gather; *repeat* = they did not; *plain* = gathered as stock FSDP2 does. Each breakdown adds up
-    to the totals.
+    changed since the last gather; *repeat* = they did not; *plain* = gathered as stock FSDP2 does; "settle" = sizes settled
+    ahead. `by_link` tells "flat" gathers from the two halves of hierarchical ones, "between_nodes" and "in_node" (plain, over
+    fast links). Each breakdown adds up to the totals.
     """
 
     num_gathers: int = 0
@@ -48,6 +49,7 @@ class CieraStats:
     by_category: dict[str, Bytes] = field(default_factory=dict)
     by_codec: dict[str, Bytes] = field(default_factory=dict)
     by_phase: dict[str, Bytes] = field(default_factory=dict)
+    by_link: dict[str, Bytes] = field(default_factory=dict)
     gathers_by_phase: dict[str, int] = field(default_factory=dict)
     num_blocks: int = 0
     """Blocks that this rank's encoders looked at with a cache to build on; cold gathers are left out."""
@@ -98,18 +100,18 @@ class CieraStats:
             self.notes.append(text)
 
     def count(
-        self,
-        phase: str,
-        raw_bytes: int,
-        wire_bytes: int,
-        runs: Iterable[tuple[str, str, int, int]],
+        self, phase: str, links: Iterable[tuple[str, int, int]], runs: Iterable[tuple[str, str, int, int]]
     ) -> None:
-        """Counts one gather; `runs` are (category, codec, raw bytes, wire bytes), the rest is overhead."""
+        """Counts one gather: `links` are (link, raw bytes, wire bytes) and make its total; `runs` are (category, codec, raw
+        bytes, wire bytes), and what they leave of the total is overhead."""
         self.num_gathers += 1
-        self.total.add(raw_bytes, wire_bytes)
-        self.by_phase.setdefault(phase, Bytes()).add(raw_bytes, wire_bytes)
+        rest = 0
+        for link, raw_bytes, wire_bytes in links:
+            self.total.add(raw_bytes, wire_bytes)
+            self.by_link.setdefault(link, Bytes()).add(raw_bytes, wire_bytes)
+            self.by_phase.setdefault(phase, Bytes()).add(raw_bytes, wire_bytes)
+            rest += wire_bytes
         self.gathers_by_phase[phase] = self.gathers_by_phase.get(phase, 0) + 1
-        rest = wire_bytes
         for category, codec, run_raw_bytes, run_wire_bytes in runs:
             self.by_category.setdefault(category, Bytes()).add(run_raw_bytes, run_wire_bytes)
             self.by_codec.setdefault(codec, Bytes()).add(run_raw_bytes, run_wire_bytes)
@@ -117,10 +119,15 @@ class CieraStats:
         for breakdown in (self.by_category, self.by_codec):
             breakdown.setdefault(OVERHEAD, Bytes()).add(0, rest)
 
-    def count_check(self, phase: str, wire_bytes: int) -> None:
-        """Counts bytes that a check by `verify=` sent after its gather."""
+    def count_overhead(self, phase: str, wire_bytes: int, link: str) -> None:
+        """Counts bytes that belong to no run: a check by `verify=` after its gather, or sizes that are settled ahead."""
         self.total.add(0, wire_bytes)
-        for breakdown, key in ((self.by_phase, phase), (self.by_category, OVERHEAD), (self.by_codec, OVERHEAD)):
+        for breakdown, key in (
+            (self.by_phase, phase),
+            (self.by_link, link),
+            (self.by_category, OVERHEAD),
+            (self.by_codec, OVERHEAD),
+        ):
             breakdown.setdefault(key, Bytes()).add(0, wire_bytes)
 
     def merge(self, other: CieraStats) -> None:
@@ -135,6 +142,7 @@ class CieraStats:
             (self.by_category, other.by_category),
             (self.by_codec, other.by_codec),
             (self.by_phase, other.by_phase),
+            (self.by_link, other.by_link),
         ):
             for key, amount in theirs.items():
                 mine.setdefault(key, Bytes()).add(amount.raw_bytes, amount.wire_bytes)
@@ -166,6 +174,7 @@ class CieraStats:
             ("category", self.by_category),
             ("codec", self.by_codec),
             ("phase", self.by_phase),
+            ("link", self.by_link),
         ):
             for key, amount in breakdown.items():
                 ratio = f"{amount.ratio:.2f}" if amount.raw_bytes else ""

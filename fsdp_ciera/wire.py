@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fsdp_ciera.codecs.base import StoredSection
-from fsdp_ciera.entropy import Coding, Section
+from fsdp_ciera.entropy import Coding, StoredSection
 from fsdp_ciera.errors import CieraDecodeError
+from fsdp_ciera.kernels.memory import Bytes
 
 MAGIC = int.from_bytes(b"CIER", "little")
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 HEADER = np.dtype(
     [
         ("magic", "<u4"),
@@ -37,7 +37,8 @@ HEADER = np.dtype(
         ("payload_bytes", "<u8"),
         ("checksum", "<u8"),
         ("descriptor_bytes", "<u4"),
-        ("reserved", "<u4", (3,)),
+        ("reserved", "<u4"),
+        ("repeat_bytes", "<u8"),
     ]
 )
 HEADER_BYTES = 64
@@ -60,6 +61,7 @@ def pack_header(
     sequence: int,
     base: int,
     payload_bytes: int,
+    repeat_bytes: int,
     checksum: int,
     descriptor_bytes: int,
 ) -> torch.Tensor:
@@ -68,7 +70,7 @@ def pack_header(
     header["magic"], header["wire_version"], header["status"] = MAGIC, WIRE_VERSION, status
     header["fingerprint"], header["sequence"], header["base"] = fingerprint, sequence, base
     header["payload_bytes"], header["checksum"] = payload_bytes, checksum & 0xFFFF_FFFF_FFFF_FFFF
-    header["descriptor_bytes"] = descriptor_bytes
+    header["descriptor_bytes"], header["repeat_bytes"] = descriptor_bytes, repeat_bytes
     return torch.from_numpy(header.view(np.uint8))
 
 
@@ -99,28 +101,23 @@ def encode_descriptor(descriptor: Mapping[str, Any]) -> bytes:
     return json.dumps(descriptor, sort_keys=True).encode()
 
 
-def payload_bytes(fixed: torch.Tensor, sections: Sequence[Section]) -> int:
-    """Length of the payload that `write_payload` makes: nothing at all when neither fixed part nor section says anything."""
-    if _says_nothing(fixed, sections):
+def table_start(fixed_bytes: int, num_sections: int) -> tuple[int, int]:
+    """Where the table begins in a payload, and where the sections behind it do."""
+    return fixed_bytes, fixed_bytes + num_sections * TABLE_ENTRY_BYTES
+
+
+def write_table(payload: Bytes, fixed_bytes: int, entries: Sequence[tuple[Coding, int]]) -> int:
+    """Writes the table of sections (coding, stored bytes) that already stand behind it in `payload`, uint8.
+
+    Returns the length of the payload: 0 when there is no fixed part and all sections are plain and empty. Then nothing
+    travels, not even the table.
+    """
+    if not fixed_bytes and all(entry == (Coding.PLAIN, 0) for entry in entries):
         return 0
-    return fixed.numel() + sum(TABLE_ENTRY_BYTES + section.num_bytes for section in sections)
-
-
-def _says_nothing(fixed: torch.Tensor, sections: Sequence[Section]) -> bool:
-    return not fixed.numel() and all(s.num_bytes == 0 and s.coding == Coding.PLAIN for s in sections)
-
-
-def write_payload(into: torch.Tensor, fixed: torch.Tensor, sections: Sequence[Section]) -> None:
-    """Lays fixed parts, table and sections into uint8 [at least payload_bytes]."""
-    if _says_nothing(fixed, sections):
-        return
-    table = np.array([section.coding << _LENGTH_BITS | section.num_bytes for section in sections], dtype="<u8")
-    position = fixed.numel()
-    into[:position] = fixed
-    for data in (torch.from_numpy(table.view(np.uint8)), *(section.data for section in sections)):
-        stored = data if isinstance(data, torch.Tensor) else torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
-        into[position : position + stored.numel()] = stored
-        position += stored.numel()
+    table, behind = table_start(fixed_bytes, len(entries))
+    numbers = [coding << _LENGTH_BITS | num_bytes for coding, num_bytes in entries]
+    payload[table:behind] = np.array(numbers, dtype="<u8").view(np.uint8)
+    return behind + sum(num_bytes for _, num_bytes in entries)
 
 
 def read_sections(payload: torch.Tensor, fixed_bytes: int, num_sections: int) -> list[StoredSection]:
@@ -131,7 +128,7 @@ def read_sections(payload: torch.Tensor, fixed_bytes: int, num_sections: int) ->
     stored = payload.numpy()
     if not len(stored) and not fixed_bytes:
         return [StoredSection(Coding.PLAIN, stored)] * num_sections
-    start = fixed_bytes + num_sections * TABLE_ENTRY_BYTES
+    _, start = table_start(fixed_bytes, num_sections)
     if start > len(stored):
         raise CieraDecodeError(f"a payload of {len(stored)} bytes is too short for its {num_sections} table entries")
     table = stored[fixed_bytes:start].copy().view("<u8")

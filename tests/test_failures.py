@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_ciera
-from fsdp_ciera import CieraPolicy, collective, lockstep, presence
+from fsdp_ciera import CieraPolicy, lockstep, presence, sizes, stream
 from fsdp_ciera.errors import CieraDesyncError, CieraMismatchError, CieraPeerError, CieraVerifyError
 from fsdp_ciera.lockstep import LockstepState
 from fsdp_ciera.wire import pack_header
@@ -34,7 +34,7 @@ def outcome_of_step(rank: int, world_size: int, prepare: str, argument: Any) -> 
     if prepare == "policy":
         policy = CieraPolicy(**argument["on rank 1"]) if rank == 1 else CieraPolicy()
     if prepare == "version" and rank == 1:
-        collective.__version__ = "9.9.9"
+        stream.__version__ = "9.9.9"
     model = build(Case(), policy)
     start = time.monotonic()
     try:
@@ -58,8 +58,8 @@ def outcome_of_step(rank: int, world_size: int, prepare: str, argument: Any) -> 
             LockstepState.decode = fail_to_decode  # type: ignore[method-assign]
         if prepare == "sequence" and rank == 1:
             comm = next(iter(fsdp_ciera.attach.__globals__["_comms"](model)))
-            for stream in comm._streams.values():
-                stream.state.commit(stream.state.sequence + 3, stream.state.checksums)
+            for opened in comm._streams.values():
+                opened.state.commit(opened.state.sequence + 3, opened.state.checksums)
         if prepare == "damage" and rank == 1:
             plain = lockstep.LockstepState.decode
 
@@ -80,7 +80,7 @@ def change_header(where: slice, value: bytes) -> None:
         header[where] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
         return header
 
-    collective.pack_header = changed
+    sizes.pack_header = changed
 
 
 @pytest.mark.parametrize(

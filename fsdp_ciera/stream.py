@@ -1,0 +1,75 @@
+"""`Stream`: what one parameter group sends over one process group with one dtype and length, and who it says it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_ciera.layout import Layout, Run
+from fsdp_ciera.lockstep import Encoded, LockstepState
+from fsdp_ciera.policy import CieraPolicy
+from fsdp_ciera.topology import Cut
+from fsdp_ciera.version import __version__
+from fsdp_ciera.wire import TABLE_ENTRY_BYTES, WIRE_VERSION, encode_descriptor, fingerprint_of
+
+if TYPE_CHECKING:
+    from fsdp_ciera.sizes import Epoch
+
+
+class Stream:
+    """A `LockstepState` with the identity that every header of it carries.
+
+    The lockstep is among the ranks that exchange payloads: all of the group when it is flat, otherwise those of equal
+    number in their nodes. `epoch` holds sizes that were settled ahead (fsdp_ciera.sizes), on all ranks of the group or on
+    none.
+    """
+
+    def __init__(self, module: str, policy: CieraPolicy, layout: Layout, group: dist.ProcessGroup, cut: Cut) -> None:
+        self.layout = layout
+        self.group = group
+        self.cut = cut
+        self.rank = group.rank()
+        self.state = LockstepState(layout, policy.block_size, cut.num_nodes, cut.node_of(self.rank))
+        self.descriptor = describe(module, policy, layout, cut)
+        self.descriptor_text = encode_descriptor(self.descriptor)
+        self.fingerprint = fingerprint_of(self.descriptor)
+        self.where = f"module {module!r}"
+        self.epoch: Epoch | None = None
+
+    def repeat_bytes(self, encoded: Encoded) -> int:
+        """The payload that this rank will send next time if its shard does not change, in bytes."""
+        codecs = self.state.codecs
+        if not any(codec.stateless or codec.fixed_bytes for codec in codecs):
+            return 0
+        return sum(
+            sent if codec.stateless else codec.fixed_bytes + codec.num_sections * TABLE_ENTRY_BYTES
+            for codec, sent in zip(codecs, encoded.run_bytes, strict=True)
+        )
+
+    def forget(self) -> None:
+        """Drops all caches of this rank: the next gather is a full one. See [Note: An epoch ends on all ranks together]."""
+        self.state.forget()
+        if self.epoch is not None:
+            self.epoch.is_kept = False
+
+
+def describe(module: str, policy: CieraPolicy, layout: Layout, cut: Cut) -> dict[str, Any]:
+    """What all ranks of a group must have in common, field by field."""
+
+    def label(run: Run) -> str:
+        return f"{run.category}:{run.codec}:{run.num_values}"
+
+    return {
+        "module": module,
+        "dtype": str(layout.dtype).removeprefix("torch."),
+        "num_values": layout.num_values,
+        "group_size": cut.world_size,
+        "ranks per node": cut.ranks_per_node,
+        "fsdp_ciera version": __version__,
+        "wire version": WIRE_VERSION,
+        "torch version": torch.__version__.split("+")[0],
+        "layout": [label(run) for run in layout.runs],
+        **{f"policy.{name}": value for name, value in policy.to_dict().items()},
+    }

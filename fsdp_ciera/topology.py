@@ -1,0 +1,113 @@
+"""Topology: how a group is cut into nodes, and the process groups of the hierarchical gather.
+
+flat            every rank exchanges with every other one
+hierarchical    1. between nodes, compressed: the ranks of equal local index, one on each node
+                2. inside each node, plain, over its fast links: what step 1 brought
+
+group of 4 ranks, 2 a node           step 1: {0, 2}, {1, 3}           step 2: {0, 1}, {2, 3}
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from fsdp_ciera._compat import new_local_group
+from fsdp_ciera.errors import CieraPolicyError
+from fsdp_ciera.policy import CieraPolicy
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A group of `num_nodes * ranks_per_node` ranks; the rank with index i in it is number i % ranks_per_node of its node.
+
+    Flat gathers are the cut into nodes of one rank.
+    """
+
+    num_nodes: int
+    ranks_per_node: int = 1
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether there is nothing to do inside a node."""
+        return self.ranks_per_node == 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group."""
+        return self.num_nodes * self.ranks_per_node
+
+    def node_of(self, rank: int) -> int:
+        """The node of the rank with this index in the group."""
+        return rank // self.ranks_per_node
+
+    def local_of(self, rank: int) -> int:
+        """Its number inside its node."""
+        return rank % self.ranks_per_node
+
+
+class NodeGroups:
+    """The two process groups of this rank in a hierarchical gather."""
+
+    def __init__(self, group: dist.ProcessGroup, cut: Cut) -> None:
+        """Collective over `group`: all its ranks must get here with the same `cut`."""
+        self.parent = group
+        ranks = dist.get_process_group_ranks(group)
+        local, node = cut.local_of(group.rank()), cut.node_of(group.rank())
+        self.between_nodes = new_local_group(ranks[local :: cut.ranks_per_node], group)
+        self.in_node = new_local_group(ranks[node * cut.ranks_per_node : (node + 1) * cut.ranks_per_node], group)
+
+
+NODE_GROUPS: dict[tuple[str, Cut], NodeGroups] = {}
+"""The registry of node groups: one per process group and cut, shared by all parameter groups that gather over it."""
+
+
+def node_groups_of(group: dist.ProcessGroup, cut: Cut) -> NodeGroups:
+    """The node groups of `group`; the first call for it makes them, and is collective over `group`.
+
+    A process group that was destroyed and made again under the same name gets new ones.
+    """
+    key = (group.group_name, cut)
+    known = NODE_GROUPS.get(key)
+    if known is None or known.parent is not group:
+        known = NODE_GROUPS[key] = NodeGroups(group, cut)
+    return known
+
+
+def ranks_per_node_of(policy: CieraPolicy) -> int | None:
+    """The policy's node size, or what torchrun and its like say in `LOCAL_WORLD_SIZE`; `None` when nobody says."""
+    if policy.ranks_per_node is not None:
+        return policy.ranks_per_node
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(said) if said.isdecimal() and int(said) else None
+
+
+def cut_of(ranks: Sequence[int], policy: CieraPolicy) -> Cut:
+    """The cut of a group of global ranks under `policy`: rank r is on node r // ranks_per_node.
+
+    Flat for `topology="flat"`, and for every group that nodes do not cut evenly into several parts of several ranks: one
+    that lies in a single node (an HSDP shard group, often), one with a single rank a node, and uneven ones.
+    """
+    size = None if policy.topology == "flat" else ranks_per_node_of(policy)
+    flat = Cut(len(ranks))
+    if size is None:
+        return flat
+    nodes = [rank // size for rank in ranks]
+    num_nodes = len(set(nodes))
+    local_size = len(ranks) // num_nodes
+    even = all(node == nodes[index // local_size * local_size] for index, node in enumerate(nodes))
+    if num_nodes == 1 or local_size == 1 or num_nodes * local_size != len(ranks) or not even:
+        return flat
+    return Cut(num_nodes, local_size)
+
+
+def check_node_size(policy: CieraPolicy) -> None:
+    """Raises `CieraPolicyError` when a hierarchical gather is asked for and nobody says how large a node is."""
+    if policy.topology == "hierarchical" and ranks_per_node_of(policy) is None:
+        raise CieraPolicyError(
+            'topology="hierarchical" needs the number of ranks on a node, but LOCAL_WORLD_SIZE is not set: give '
+            "CieraPolicy(ranks_per_node=...), or start with torchrun, which sets it"
+        )
