@@ -32,7 +32,7 @@ from fsdp_ciera.policy import CieraPolicy
 from fsdp_ciera.sizes import Agreed, agree
 from fsdp_ciera.statistics import CieraStats
 from fsdp_ciera.stream import Stream
-from fsdp_ciera.topology import check_node_size, cut_of
+from fsdp_ciera.topology import check_node_size, cut_of, ranks_per_node_of
 from fsdp_ciera.verification import check_against_raw, check_checksums
 
 
@@ -40,11 +40,13 @@ class CieraAllGather(AllGather):
     """FSDP2's all-gather of one parameter group, lossless and in fewer bytes.
 
     What comes out of a call is bit for bit what a plain all-gather gives. On CPU (gloo) a call makes two collectives on
-    the process group that FSDP2 passes in: a header of 64 bytes a rank, then the payloads. On other devices nothing is
-    compressed yet: the plain all-gather runs, and `stats` says so.
+    the process group that FSDP2 passes in: a header of 64 bytes a rank, then the payloads (nothing when nobody has
+    anything to send). With sizes settled ahead the first one falls away. Hierarchical gathers exchange payloads between nodes
+    only, and one more collective spreads the shards inside each node. On other devices nothing is compressed yet: the plain
+    all-gather runs, and `stats` says so.
 
-    Memory besides the caches, while a call runs: the payloads of all ranks (less than the output), and at most a few
-    times one rank's shard.
+    Memory besides the caches, while a call runs: see `fsdp_ciera.exchange.exchange_payloads`; for a flat gather the payloads
+    of all ranks (less than the output).
 
     [Note: One state per stream] FSDP2 calls one object for different process groups and lengths (with
     `reshard_after_forward=<int>` backward gathers over a smaller group), so state is kept per (group, dtype, length).
@@ -239,6 +241,7 @@ class CieraAllGather(AllGather):
         cut = cut_of(dist.get_process_group_ranks(group), self.policy)
         if self.policy.topology == "hierarchical" and cut.is_flat and group.size() > 1:
             self._counts.note(
-                f"{module}: nodes do not cut its group of {group.size()} ranks evenly, so it is gathered flat"
+                f"nodes of {ranks_per_node_of(self.policy)} ranks do not cut a group of {group.size()} ranks into several "
+                "equal parts of several ranks, so it is gathered flat"
             )
         return Stream(module, self.policy, layout, group, cut)
