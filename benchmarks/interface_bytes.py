@@ -29,6 +29,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from fsdp_ciera import CieraPolicy
 
 STOCK = "stock FSDP2"
 CIERA = "fsdp_ciera"
@@ -125,12 +129,12 @@ def compare(cluster: Cluster, num_passes: int) -> dict[str, list[RankReport]]:
         run = cluster.start(argv)
         reports = {}
         for contender in (STOCK, CIERA):
-            _await_files((folder / f"{contender} ready {r}" for r in range(num_hosts)), run, _START_TIMEOUT_S)
-            before = _counters_at_rest(cluster)
+            await_files((folder / f"{contender} ready {r}" for r in range(num_hosts)), run, _START_TIMEOUT_S)
+            before = counters_at_rest(cluster)
             (folder / f"{contender} go").touch()
             counted_files = [folder / f"{contender} counted {r}" for r in range(num_hosts)]
-            _await_files(counted_files, run, _PASSES_TIMEOUT_S)
-            sent = [now.since(then) for now, then in zip(_counters_at_rest(cluster), before, strict=True)]
+            await_files(counted_files, run, _PASSES_TIMEOUT_S)
+            sent = [now.since(then) for now, then in zip(counters_at_rest(cluster), before, strict=True)]
             counted = [Counted(**json.loads(file.read_text())) for file in counted_files]
             reports[contender] = [_report(*of_rank) for of_rank in zip(range(num_hosts), counted, sent, strict=True)]
         (folder / "end").touch()
@@ -144,18 +148,27 @@ def run_rank(folder: Path, num_passes: int) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     for contender in (STOCK, CIERA):
-        model = build_model(contender)
+        model = build_model(policy_of(contender))
         (folder / f"{contender} ready {rank}").touch()
-        _await_files([folder / f"{contender} go"])
+        await_files([folder / f"{contender} go"])
         counted = run_passes(model, contender, num_passes)
         unfinished = folder / f"unfinished {rank}"
         unfinished.write_text(json.dumps(asdict(counted)))
         unfinished.rename(folder / f"{contender} counted {rank}")
-    _await_files([folder / "end"])
+    await_files([folder / "end"])
     dist.destroy_process_group()
 
 
-def build_model(contender: str) -> nn.Module:
+def policy_of(contender: str) -> CieraPolicy | None:
+    """`None` for stock FSDP2, which runs before fsdp_ciera is imported."""
+    if contender == STOCK:
+        return None
+    from fsdp_ciera import CieraPolicy
+
+    return CieraPolicy(codecs=("exponent_block",))
+
+
+def build_model(policy: CieraPolicy | None) -> nn.Module:
     """A MoE of 14.6 M parameters, the same on every rank, under FSDP2 layer by layer; a pass gathers 29 MB of bf16."""
     torch.manual_seed(0)
     embedding, norm = nn.Embedding(VOCAB_SIZE, WIDTH), nn.RMSNorm(WIDTH)
@@ -164,12 +177,11 @@ def build_model(contender: str) -> nn.Module:
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for module in (*layers, model):
         # By default the root keeps its parameters after forward, and so would gather them in the first pass only.
-        if contender == STOCK:
+        if policy is None:
             stock_fully_shard(module, mp_policy=bf16, reshard_after_forward=True)
         else:
-            from fsdp_ciera import CieraPolicy, fully_shard
+            from fsdp_ciera import fully_shard
 
-            policy = CieraPolicy(codecs=("exponent_block",))
             fully_shard(module, ciera_policy=policy, mp_policy=bf16, reshard_after_forward=True)
     return model
 
@@ -195,7 +207,19 @@ class MoELayer(nn.Module):
 
 
 def run_passes(model: nn.Module, contender: str, num_passes: int) -> Counted:
-    """Forward passes with a small change of this rank's shards after each; what this rank counts as sent in them."""
+    """`forward_passes`, and what this rank counts as sent in them."""
+    forward_passes(model, num_passes)
+    if contender == STOCK:
+        sent_bytes = num_passes * stock_bytes_per_pass(model, dist.get_world_size())
+        return Counted(sent_bytes, sent_bytes, num_passes * (NUM_LAYERS + 1))
+    from fsdp_ciera import stats
+
+    counts = stats(model)
+    return Counted(counts.wire_bytes, counts.raw_bytes, counts.num_gathers)
+
+
+def forward_passes(model: nn.Module, num_passes: int) -> None:
+    """Forward passes without gradient, with a small change of this rank's shards after each."""
     random = torch.Generator().manual_seed(1 + dist.get_rank())
     tokens = torch.arange(8)
     with torch.no_grad():
@@ -204,13 +228,6 @@ def run_passes(model: nn.Module, contender: str, num_passes: int) -> Counted:
             for parameter in model.parameters():
                 shard = _local(parameter)
                 shard.mul_(1 + 1e-3 * torch.randn(shard.shape, generator=random))
-    if contender == STOCK:
-        sent_bytes = num_passes * stock_bytes_per_pass(model, dist.get_world_size())
-        return Counted(sent_bytes, sent_bytes, num_passes * (NUM_LAYERS + 1))
-    from fsdp_ciera import stats
-
-    counts = stats(model)
-    return Counted(counts.wire_bytes, counts.raw_bytes, counts.num_gathers)
 
 
 def stock_bytes_per_pass(model: nn.Module, world_size: int) -> int:
@@ -242,7 +259,7 @@ def _report(rank: int, counted: Counted, interface: InterfaceBytes) -> RankRepor
     )
 
 
-def _counters_at_rest(cluster: Cluster) -> list[InterfaceBytes]:
+def counters_at_rest(cluster: Cluster) -> list[InterfaceBytes]:
     """The counters once nothing moves any more: an acknowledgement may come 40 ms after what it acknowledges."""
     earlier = cluster.interface_bytes()
     while True:
@@ -253,7 +270,7 @@ def _counters_at_rest(cluster: Cluster) -> list[InterfaceBytes]:
         earlier = now
 
 
-def _await_files(paths: Iterable[Path], run: Run | None = None, timeout_s: float = _PASSES_TIMEOUT_S) -> None:
+def await_files(paths: Iterable[Path], run: Run | None = None, timeout_s: float = _PASSES_TIMEOUT_S) -> None:
     """Waits until all `paths` exist. With `run`, raises `RankError` as soon as one of its ranks has failed."""
     deadline = time.monotonic() + timeout_s
     for path in paths:

@@ -10,7 +10,7 @@
 For a model that is already under FSDP2: `attach(model, policy)`.
 """
 
-from fsdp_ciera.attach import AttachReport, attach, detach, fully_shard, invalidate, stats
+from fsdp_ciera.attach import AttachReport, attach, detach, fully_shard, invalidate, settle_sizes, stats
 from fsdp_ciera.errors import (
     CieraConflictError,
     CieraDecodeError,
@@ -22,6 +22,7 @@ from fsdp_ciera.errors import (
     RecipeError,
     UnsupportedTorchError,
 )
+from fsdp_ciera.memory import MemoryEstimate, estimate_memory
 from fsdp_ciera.policy import CieraPolicy
 from fsdp_ciera.statistics import Bytes, CieraStats
 from fsdp_ciera.version import __version__
@@ -38,12 +39,15 @@ __all__ = [
     "CieraPolicyError",
     "CieraStats",
     "CieraVerifyError",
+    "MemoryEstimate",
     "RecipeError",
     "UnsupportedTorchError",
     "__version__",
     "attach",
     "detach",
+    "estimate_memory",
     "fully_shard",
     "invalidate",
+    "settle_sizes",
     "stats",
 ]

@@ -86,6 +86,7 @@ __all__ = [
     "restore_default_comm",
     "set_comm",
     "shard_world_size",
+    "sharded_parameters",
     "sibling_groups",
     "torch_fully_shard",
 ]
@@ -175,6 +176,15 @@ def param_names_and_sizes(group: FSDPParamGroup, dtype: torch.dtype) -> tuple[st
     return group._module_fqn or type(group.modules[0]).__name__, names, sizes
 
 
+def sharded_parameters(group: FSDPParamGroup) -> list[tuple[nn.Parameter, int, torch.dtype | None]]:
+    """Each parameter, the values of its padded local shard, and the dtype that the group casts to (`None`: its own).
+
+    Other than `param_names_and_sizes` it works before the root's first forward, when FSDP2 has settled no dtypes.
+    """
+    cast_dtype = group.mp_policy.param_dtype
+    return [(p.sharded_param, p.padded_sharded_param_size.numel(), cast_dtype) for p in group.fsdp_params]
+
+
 def _gathered_tensors(param: Any) -> Sequence[torch.Tensor]:
     if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
         return ()  # an extension makes its own inputs: the layout then falls back to one raw run
@@ -197,7 +207,8 @@ def gather_input(group: FSDPParamGroup) -> tuple[dist.ProcessGroup, torch.Tensor
     inputs = [tensor for param in params for tensor in param.all_gather_inputs]
     if gather_dtype(group) == torch.uint8:
         inputs = [tensor.view(torch.uint8) for tensor in inputs]
-    return group.mesh_info.shard_process_group, torch.cat([tensor.reshape(-1) for tensor in inputs])
+    process_group = cast(Any, group.mesh_info).shard_process_group
+    return process_group, torch.cat([tensor.reshape(-1) for tensor in inputs])
 
 
 def names_are_known(group: FSDPParamGroup) -> bool:

@@ -118,7 +118,7 @@ class CieraAllGather(AllGather):
 
         `None` when there is nothing to settle: before the first gather, while the parameters are gathered, for raw groups.
         """
-        found = gather_input(self.param_group) if names_are_known(self.param_group) else None
+        found = gather_input(self.param_group) if self._streams else None
         if found is None:
             return None
         group, local = found

@@ -54,7 +54,8 @@ def exchange_payloads(
 
     `local` is this rank's slot of `output`, and stays as it is. `sizes` are all ranks' payloads in bytes. With a `mark`
     (sizes that were settled ahead) each payload travels with its rank's own mark behind it, and nothing is decoded unless
-    all of them are `mark`; a rank without `encoded` cannot give it. A failure to decode is returned, since a check that is due must be run all the same.
+    all of them are `mark`; a rank without `encoded` cannot give it. A failure to decode is returned, since a check that is
+    due must be run all the same.
 
     Memory: the payloads of all ranks that exchange them, padded to the largest; hierarchical besides that a column
     [num_nodes, num_values] and one more output. Communication: one all-gather (none when there is nothing to send), and
@@ -83,7 +84,7 @@ def exchange_payloads(
         result.failure = _failure_of_a_neighbour(stream, outcomes)
     if result.outcome is Outcome.DECODED:
         with stream.state.stage("InNode"):
-            by_column = columns[:, :column_bytes].unflatten(1, (cut.num_nodes, -1))
+            by_column = columns[:, :column_bytes].view(cut.ranks_per_node, cut.num_nodes, -1)
             rows = output.view(torch.uint8).view(cut.num_nodes, cut.ranks_per_node, -1)
             rows.copy_(by_column.transpose(0, 1))
     return result

@@ -15,18 +15,28 @@ import torch
 from torch.profiler import record_function
 
 from fsdp_ciera.codecs import CODECS, RunCodec, StoredSection
-from fsdp_ciera.entropy import Section
+from fsdp_ciera.entropy import SectionWriter
 from fsdp_ciera.errors import CieraDecodeError
+from fsdp_ciera.kernels.ops import Bytes, empty_bytes
 from fsdp_ciera.layout import Layout
-from fsdp_ciera.wire import TABLE_ENTRY_BYTES, base_of, payload_bytes, read_sections, write_payload
+from fsdp_ciera.wire import TABLE_ENTRY_BYTES, base_of, read_sections, table_start, write_table
+
+_MARK_ROOM_BYTES = 64  # what the exchange may put behind a payload without a copy of it
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """What a rank sends: the runs' fixed parts in one tensor (uint8), and all sections in run order."""
+    """What a rank sends.
 
-    fixed: torch.Tensor
-    sections: tuple[Section, ...]
+    [Note: One buffer] Fixed parts, table and sections are written once, where they travel from: a buffer with room for the
+    largest payload of the layout, so that padding fits behind. Room that was not needed was never touched and takes no
+    memory, but for the rest of a huge page; so small payloads are copied out of it.
+    """
+
+    room: torch.Tensor
+    """uint8 [at least num_bytes]; the payload stands at its beginning."""
+    num_bytes: int
+    """Length of the payload."""
     run_bytes: tuple[int, ...]
     """Fixed part, table entries and sections of each run, in bytes."""
     num_blocks: int = 0
@@ -35,19 +45,15 @@ class Encoded:
     @classmethod
     def raw(cls, local: torch.Tensor, layout: Layout) -> Encoded:
         """A layout without codecs sends the shard itself."""
-        return cls(local.view(torch.uint8), (), tuple(run.num_values * layout.dtype.itemsize for run in layout.runs))
-
-    @property
-    def num_bytes(self) -> int:
-        """Length of the payload."""
-        return payload_bytes(self.fixed, self.sections)
+        run_bytes = tuple(run.num_values * layout.dtype.itemsize for run in layout.runs)
+        return cls(local.view(torch.uint8), sum(run_bytes), run_bytes)
 
     def payload(self, padded_bytes: int) -> torch.Tensor:
-        """-> uint8 [padded_bytes], zeros behind the payload's `num_bytes`."""
-        if self.num_bytes == self.fixed.numel() == padded_bytes:
-            return self.fixed
-        payload = torch.empty(padded_bytes, dtype=torch.uint8)
-        write_payload(payload, self.fixed, self.sections)
+        """-> uint8 [padded_bytes], zeros behind the payload's `num_bytes`. May be a view that the next call overwrites."""
+        payload = self.room[:padded_bytes]
+        if len(payload) < padded_bytes:
+            payload = torch.from_numpy(empty_bytes(padded_bytes))
+            payload[: self.num_bytes] = self.room[: self.num_bytes]
         payload[self.num_bytes :] = 0
         return payload
 
@@ -76,7 +82,9 @@ class LockstepState:
         self.base = 0
         self.checksums: tuple[int, ...] | None = None
         """Every rank's checksum in the last gather: equal again means that no weight changed."""
-        self.stage_seconds: dict[str, float] = dict.fromkeys(("Hash", "Cmp", "AllGather", "PreDecmp", "Decmp"), 0.0)
+        self.stage_seconds: dict[str, float] = dict.fromkeys(
+            ("Hash", "Cmp", "AllGather", "PreDecmp", "Decmp", "InNode"), 0.0
+        )
 
     @property
     def cache_bytes(self) -> int:
@@ -97,29 +105,30 @@ class LockstepState:
         self.checksums = checksums
 
     def encode(self, local: torch.Tensor) -> Encoded:
-        """Hash and Cmp of the own shard [num_values]. Moves the sender state on."""
-        fixed = torch.empty(self._fixed_bytes, dtype=torch.uint8)
+        """Hash and Cmp of the own shard [num_values]. Moves the sender state on. Memory: about the payload."""
+        _, start = table_start(self._fixed_bytes, self._num_sections)
+        room = empty_bytes(start + sum(codec.most_section_bytes for codec in self.codecs) + _MARK_ROOM_BYTES)
         with self.stage("Hash"):
             for run, codec in zip(self.layout.runs, self.codecs, strict=True):
                 codec.detect(local[run.start : run.stop])
-        sections: list[Section] = []
+        sections = SectionWriter(room[start:])
         run_bytes: list[int] = []
         with self.stage("Cmp"):
             position = 0
             for run, codec in zip(self.layout.runs, self.codecs, strict=True):
-                part = fixed[position : position + codec.fixed_bytes]
-                made = codec.compress(local[run.start : run.stop], part)
-                assert len(made) == codec.num_sections, (codec.name, len(made))
-                sections += made
-                run_bytes.append(part.numel() + sum(TABLE_ENTRY_BYTES + section.num_bytes for section in made))
+                written, num_entries = sections.num_bytes, len(sections.entries)
+                part = torch.from_numpy(room[position : position + codec.fixed_bytes])
+                codec.compress(local[run.start : run.stop], part, sections)
+                assert len(sections.entries) == num_entries + codec.num_sections, codec.name
+                table_bytes = codec.num_sections * TABLE_ENTRY_BYTES
+                run_bytes.append(codec.fixed_bytes + table_bytes + sections.num_bytes - written)
                 position += codec.fixed_bytes
-        if not payload_bytes(fixed, sections):
-            run_bytes = [0] * len(run_bytes)
+        num_bytes = write_table(room, self._fixed_bytes, sections.entries)
         counts = [codec.block_counts for codec in self.codecs]
         return Encoded(
-            fixed,
-            tuple(sections),
-            tuple(run_bytes),
+            torch.from_numpy(_fitting(room, num_bytes)),
+            num_bytes,
+            tuple(run_bytes) if num_bytes else (0,) * len(run_bytes),
             num_blocks=sum(looked_at for looked_at, _ in counts),
             num_blocks_reused=sum(reused for _, reused in counts),
         )
@@ -178,3 +187,8 @@ class LockstepState:
         with record_function(f"Ciera::{name}"):
             yield
         self.stage_seconds[name] += time.perf_counter() - start
+
+
+def _fitting(room: Bytes, num_bytes: int) -> Bytes:
+    """`room` itself, or a copy of its first `num_bytes` bytes where they are few. See [Note: One buffer]."""
+    return room if 4 * num_bytes > len(room) else room[:num_bytes].copy()

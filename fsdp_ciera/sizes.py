@@ -83,9 +83,8 @@ class Epoch:
             if failure is not None:  # it is told to the peers when the headers are exchanged
                 stream.forget()
         own = self.headers[stream.rank]
-        if encoded is None or not self.is_kept or promise.sizes[stream.rank] != encoded.num_bytes:
-            promise.own_mark = DOUBT
-        elif int(own["checksum"]) != local_checksum & 0xFFFF_FFFF_FFFF_FFFF:
+        is_as_promised = int(own["checksum"]) == local_checksum & 0xFFFF_FFFF_FFFF_FFFF
+        if not (self.is_kept and is_as_promised) or encoded is None or encoded.num_bytes != promise.sizes[stream.rank]:
             promise.own_mark = DOUBT
         return promise, encoded
 
@@ -224,4 +223,3 @@ def _check_same_streams(streams: Sequence[Stream], group: dist.ProcessGroup) -> 
         descriptor_bytes=len(text),
     )
     settle(unpack_headers(all_gather_bytes(header, group)), descriptor, text, group, None)
-

@@ -1,1 +1,4 @@
-"""The codecs' kernels (imported as `fsdp_ciera.kernels`). So far: the torch reference."""
+"""The codecs' kernels (imported as `fsdp_ciera.kernels`): a readable torch reference, and NumPy forms for one host core.
+
+Codecs import them from `ops`, which chooses; `reference` is the yardstick.
+"""

@@ -12,8 +12,14 @@ fp8 has no row yet: its groups are gathered raw.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+Words: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
+"""Bit patterns of values, as unsigned integers of the same width."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,16 @@ class FloatFormat:
         return {2: torch.int16, 4: torch.int32}[self.item_bytes]
 
     @property
+    def sign_bit(self) -> int:
+        """Number of the highest bit, counted from 0."""
+        return 8 * self.item_bytes - 1
+
+    @property
+    def mantissa_bits(self) -> int:
+        """Bits below the exponent."""
+        return self.sign_bit - self.exponent_bits
+
+    @property
     def top_bits(self) -> int:
         """Remainder bits that share the top byte with the exponent: 0 for bf16 and fp32, 3 for fp16."""
         return 8 - self.exponent_bits
@@ -46,6 +62,16 @@ class FloatFormat:
     def remainder_bytes(self, num_values: int) -> int:
         """Bytes of the sign+mantissa plane of `num_values` values: whole low bytes, then the top bits packed."""
         return num_values * (self.item_bytes - 1) + packed_bytes(num_values, self.top_bits)
+
+    def num_values_of(self, remainder_bytes: int) -> int | None:
+        """How many values have a plane of `remainder_bytes` bytes; `None` where no number of values has."""
+        num_values = remainder_bytes * 8 // (8 * (self.item_bytes - 1) + self.top_bits)
+        return num_values if self.remainder_bytes(num_values) == remainder_bytes else None
+
+    def words(self, values: torch.Tensor) -> Words:
+        """The bit patterns of a host tensor of `dtype`, as a view (any shape and strides of rows)."""
+        words: Words = values.view(self.int_dtype).numpy().view(f"<u{self.item_bytes}")
+        return words
 
     def remainder_slices(self, num_values: int, chunk: slice) -> tuple[slice, slice]:
         """Where a chunk of values (its start a multiple of 8) lies in the plane: its low bytes, its packed top bits."""

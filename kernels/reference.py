@@ -17,7 +17,8 @@ import torch
 from fsdp_ciera.kernels.formats import FloatFormat, packed_bytes
 
 HASH_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)  # two independent streams: the first digits of pi after the point
-_GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment: 2**64 / golden ratio
+GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment: 2**64 / golden ratio
+MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of SplitMix64's finaliser
 CHUNK_VALUES = 1 << 17  # a multiple of 8, so that packed bits of a chunk begin at a byte
 
 
@@ -44,8 +45,8 @@ def splitmix64(words: torch.Tensor) -> torch.Tensor:
     >>> splitmix64(torch.tensor([0, 1, 2, 3]))[1].item() & 0xFFFFFFFF
     3852341989
     """
-    words = (words ^ _shift_right(words, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
-    words = (words ^ _shift_right(words, 27)).mul_(_signed(0x94D049BB133111EB))
+    words = (words ^ _shift_right(words, 30)).mul_(_signed(MIX_FACTORS[0]))
+    words = (words ^ _shift_right(words, 27)).mul_(_signed(MIX_FACTORS[1]))
     return words ^ _shift_right(words, 31)
 
 
@@ -61,7 +62,7 @@ def hash_blocks(exponents: torch.Tensor) -> torch.Tensor:
     num_blocks, block_size = exponents.shape
     num_words = block_size // 8
     words = exponents.contiguous().view(torch.int64)
-    steps = torch.arange(1, num_words + 1, dtype=torch.int64, device=exponents.device) * _signed(_GAMMA)
+    steps = torch.arange(1, num_words + 1, dtype=torch.int64, device=exponents.device) * _signed(GAMMA)
     hashes = torch.empty(num_blocks, 2, dtype=torch.int64, device=exponents.device)
     for stream, seed in enumerate(HASH_SEEDS):
         keys = steps + _signed(seed)
@@ -98,16 +99,22 @@ def unpack_bits(packed: torch.Tensor, num_values: int, width_bits: int) -> torch
     return values.view(rows, -1)[:, :num_values].to(torch.uint8)
 
 
-def split_planes(values: torch.Tensor, fmt: FloatFormat) -> tuple[torch.Tensor, torch.Tensor]:
+def split_planes(
+    values: torch.Tensor, fmt: FloatFormat, out: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Values [rows, n] of `fmt.dtype` -> (exponents uint8 [rows, n], remainder uint8 [rows, remainder_bytes(n)]).
+
+    Writes into the two tensors of `out` (rows may be strided) when they are given.
 
     Worked example, bf16 1.0, -2.0, 0.5, -0.0 = 0x3F80, 0xC000, 0x3F00, 0x8000: exponents 127, 128, 126, 0; remainder
     (mantissa << 1 | sign) 0, 1, 0, 1. The paper's "split" (Algorithm 1).
     """
     rows, num_values = values.shape
     bits = values.contiguous().view(fmt.int_dtype)
-    exponents = torch.empty(rows, num_values, dtype=torch.uint8, device=values.device)
-    remainder = torch.empty(rows, fmt.remainder_bytes(num_values), dtype=torch.uint8, device=values.device)
+    exponents, remainder = out or (
+        torch.empty(rows, width, dtype=torch.uint8, device=values.device)
+        for width in (num_values, fmt.remainder_bytes(num_values))
+    )
     sign_bit = 8 * fmt.item_bytes - 1
     for chunk in _chunks(num_values):
         part = bits[:, chunk]

@@ -146,6 +146,10 @@ class Parallel(Section):
     """FSDP2's choice for decoder layers. `true`: free after forward and gather again in backward; `false`: keep; an
     integer: keep resharded over groups of this many ranks (it must divide the shard ranks)."""
 
+    reshard_root_after_forward: bool = False
+    """Free the root's parameters (embeddings, final norm, LM head) after forward as well. Backward needs them first, so
+    FSDP2 keeps them by default, which saves a gather and costs their memory."""
+
     param_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of gathered weights and of compute. Master weights and optimizer state are fp32 always."""
 

@@ -28,7 +28,7 @@ from fsdp_ciera.recipes.launch import run_local_ranks
 from fsdp_ciera.recipes.train import TrainResult, train
 
 _TEXT_BYTES = 400_000
-_KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**31), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**31), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 """glibc then reuses the megabytes that every gather frees, instead of returning them and paying page faults again."""
 
 
@@ -64,7 +64,7 @@ def run_demo(options: DemoOptions) -> int:
         highlight=False,
     )
     command = [sys.executable, "-m", "fsdp_ciera", "demo", *_as_arguments(options)]
-    return run_local_ranks(command, options.ranks, _KEEP_MEMORY)
+    return run_local_ranks(command, options.ranks, KEEP_MEMORY)
 
 
 def demo_recipe(options: DemoOptions, run: str) -> Recipe:

@@ -61,8 +61,7 @@ def shard_model(model: nn.Module, recipe: Recipe, mesh: DeviceMesh) -> None:
     )
     for layer in layers:
         shard(layer, reshard_after_forward=parallel.reshard_after_forward)
-    # The root's parameters are the first that backward needs, so FSDP2 keeps them after forward on its own.
-    shard(model)
+    shard(model, reshard_after_forward=parallel.reshard_root_after_forward)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -1,81 +1,159 @@
-"""Every loss and every parameter has the bits that stock FSDP2 gives, in every way to shard and train."""
+"""Every loss and every parameter has the bits that stock FSDP2 gives: every codec, flat and hierarchical, in every way to
+shard and train."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
-from fsdp_ciera import CieraPolicy
+from fsdp_ciera import CieraPolicy, CieraStats
 from ranks import run_ranks
-from tiny_moe import Case, compare_with_stock
+from tiny_moe import Case, compare_all_with_stock
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-PAPER = CieraPolicy.paper(verify="every")
-EVERYTHING = ("train", "eval", "inference", "accumulate", "no_sync", "load", "train", "mutate", "eval", "freeze", "train",
-              "unfreeze", "forward_only", "train", "unshard", "unshard_async", "train")  # fmt: skip
+CODECS = ("raw", "entropy", "exponent_block", "exponent_delta", "value_delta")
+SEVERAL = ("value_delta", "exponent_block", "entropy")
+BUDGET_BYTES = 20_000
 
-CASES = {
-    "3 ranks": (3, Case(operations=EVERYTHING), PAPER),
-    "8 ranks, 4 experts: empty shards": (8, Case(operations=("train", "eval", "train", "train")), PAPER),
-    "caches made in inference mode": (
-        2, Case(operations=("train", "invalidate", "inference", "train", "inference", "train")), PAPER
+EVERYTHING = ("train", "eval", "inference", "accumulate", "settle", "no_sync", "load", "train", "mutate", "eval", "freeze",
+              "train", "unfreeze", "forward_only", "train", "settle", "unshard", "unshard_async", "mutate_rank_0", "skip",
+              "train")  # fmt: skip
+SHORT = ("train", "inference", "settle", "accumulate", "load", "eval", "mutate_rank_0", "train")
+SPECIALS = ("specials", "unshard", "train", "unshard", "eval")
+UNEVEN_ON_4: dict[str, Any] = {"num_experts": 5, "hidden": 22}
+"""Four ranks divide neither the experts nor the width: FSDP2 pads, and the last rank has no expert."""
+
+
+def policies(
+    ranks_per_node: int | None = None, codecs: Sequence[str] = CODECS, **changes: Any
+) -> dict[str, CieraPolicy]:
+    """Each codec alone, and with all of them several in order of preference under a budget too small for the first."""
+    where = "flat"
+    if ranks_per_node is not None:
+        where = f"nodes of {ranks_per_node}"
+        changes |= {"topology": "hierarchical", "ranks_per_node": ranks_per_node}
+    made = {f"{codec}, {where}": CieraPolicy(codecs=(codec,), **changes) for codec in codecs}
+    if codecs == CODECS:
+        made[f"several, {where}"] = CieraPolicy(codecs=SEVERAL, cache_budget=BUDGET_BYTES, **changes)
+    return made
+
+
+def in_both(codecs: Sequence[str], **changes: Any) -> dict[str, CieraPolicy]:
+    """`policies`, flat and in nodes of two ranks."""
+    return policies(None, codecs, **changes) | policies(2, codecs, **changes)
+
+
+FLAT = policies()
+IN_PAIRS = in_both(CODECS)
+
+
+@dataclass(frozen=True)
+class Group:
+    """One launch of processes: a case under stock FSDP2 and under several policies."""
+
+    world_size: int
+    case: Case
+    policies: Mapping[str, CieraPolicy] = field(default_factory=lambda: IN_PAIRS)
+    is_cut: bool = True
+    """Whether a hierarchical policy finds groups that span nodes."""
+
+
+GROUPS = {
+    "2 ranks, untied": Group(2, Case(tied=False), FLAT),
+    "3 ranks": Group(3, Case(operations=EVERYTHING), FLAT),
+    "4 ranks": Group(4, Case(operations=EVERYTHING, **UNEVEN_ON_4)),
+    "8 ranks, 4 experts: empty shards": Group(8, Case(operations=("train", "eval", "settle", "train", "train"))),
+    "8 ranks, 4 experts: empty shards, two nodes": Group(
+        8, Case(operations=("train", "settle", "train", "mutate_rank_0", "train")), policies(4)
     ),
-    "invalidate, on all ranks and on one": (
-        3, Case(operations=("train", "invalidate", "train", "invalidate_rank_0", "train", "detach_attach", "train")), PAPER
+    "caches made in inference mode": Group(
+        4, Case(operations=("train", "invalidate", "inference", "train", "inference", "train"))
     ),
-    "untied": (2, Case(tied=False), PAPER),
-    "Shard(1)": (2, Case(shard_dim_1=True, operations=EVERYTHING), PAPER),
-    "HSDP 2x2": (4, Case(mesh_shape=(2, 2), operations=EVERYTHING), PAPER),
-    "keep after forward": (3, Case(reshard_after_forward=False, operations=EVERYTHING), PAPER),
-    "reshard to 2": (4, Case(reshard_after_forward=2, operations=EVERYTHING), PAPER),
-    "activation checkpointing": (3, Case(checkpointing=True, operations=EVERYTHING), PAPER),
-    "experts on their own mesh": (4, Case(experts_mesh=True, operations=EVERYTHING), PAPER),
-    "attach": (3, Case(use_attach=True, operations=EVERYTHING), PAPER),
-    "attach, experts on their own mesh": (4, Case(experts_mesh=True, use_attach=True), PAPER),
-    "bf16 weights": (3, Case(param_dtype=None, model_dtype=torch.bfloat16, operations=EVERYTHING), PAPER),
-    "fp16": (3, Case(param_dtype=torch.float16, operations=EVERYTHING), PAPER),
-    "fp32": (3, Case(param_dtype=None, operations=EVERYTHING), PAPER),
-    "fp64 goes raw": (2, Case(param_dtype=None, model_dtype=torch.float64), PAPER),
-    "special values": (3, Case(lr=0.0, operations=("specials", "unshard", "train", "unshard", "eval")), PAPER),
-    "special values in fp16": (
-        3, Case(param_dtype=torch.float16, lr=0.0, operations=("specials", "unshard", "eval", "unshard")), PAPER
+    "invalidate, on all ranks and on one": Group(
+        4,
+        Case(operations=("train", "invalidate", "train", "invalidate_rank_0", "train", "settle", "invalidate_rank_0",
+                         "train", "detach_attach", "train")),
     ),
-    "special values in fp32": (3, Case(param_dtype=None, lr=0.0, operations=("specials", "unshard", "unshard")), PAPER),
-    "raw": (3, Case(operations=EVERYTHING), CieraPolicy(codecs=("raw",), verify="every")),
-    "some categories": (
-        3, Case(operations=EVERYTHING), CieraPolicy(categories=("expert_ffn", "layer_norm"), verify="every")
+    "Shard(1)": Group(4, Case(shard_dim_1=True, intermediate=24, operations=SHORT)),
+    "HSDP 2x2, a shard group in one node": Group(
+        4, Case(mesh_shape=(2, 2), operations=SHORT), FLAT | policies(2, ("exponent_block", "value_delta")), is_cut=False
     ),
-    "small blocks": (3, Case(operations=EVERYTHING), CieraPolicy(block_size=64, verify=3)),
-    "value_delta": (3, Case(operations=EVERYTHING), CieraPolicy(codecs=("value_delta",), verify="every")),
-    "value_delta, no verification": (3, Case(operations=EVERYTHING), CieraPolicy(codecs=("value_delta",))),
-    "value_delta, reshard to 2": (
-        4, Case(reshard_after_forward=2, operations=EVERYTHING), CieraPolicy(codecs=("value_delta",), verify=1)
+    "HSDP 2x4, a shard group on two nodes": Group(8, Case(mesh_shape=(2, 4), operations=SHORT, **UNEVEN_ON_4)),
+    "HSDP 2x4, a shard group in one node": Group(
+        8, Case(mesh_shape=(2, 4)), policies(4, ("value_delta",)), is_cut=False
     ),
-    "value_delta, special values": (
-        3, Case(lr=0.0, operations=("specials", "unshard", "train", "unshard")), CieraPolicy(codecs=("value_delta",))
+    "keep after forward": Group(4, Case(reshard_after_forward=False, operations=SHORT)),
+    "reshard to 2": Group(4, Case(reshard_after_forward=2, operations=EVERYTHING)),
+    "activation checkpointing": Group(4, Case(checkpointing=True, operations=SHORT)),
+    "experts on their own mesh": Group(4, Case(experts_mesh=True, operations=SHORT)),
+    "attach": Group(4, Case(use_attach=True, operations=SHORT, **UNEVEN_ON_4)),
+    "attach, experts on their own mesh": Group(4, Case(experts_mesh=True, use_attach=True)),
+    "bf16 weights": Group(4, Case(param_dtype=None, model_dtype=torch.bfloat16, operations=SHORT)),
+    "fp16": Group(4, Case(param_dtype=torch.float16, operations=SHORT)),
+    "fp32": Group(4, Case(param_dtype=None, operations=SHORT)),
+    "fp64 goes raw": Group(4, Case(param_dtype=None, model_dtype=torch.float64)),
+    "special values": Group(4, Case(lr=0.0, operations=SPECIALS)),
+    "special values in fp16": Group(4, Case(param_dtype=torch.float16, lr=0.0, operations=SPECIALS)),
+    "special values in fp32": Group(4, Case(param_dtype=None, lr=0.0, operations=SPECIALS)),
+    "verification": Group(4, Case(operations=SHORT), in_both(CODECS, verify="every")),
+    "verification against raw gathers": Group(3, Case(operations=SHORT), policies(verify=2)),
+    "verification against raw gathers, in pairs": Group(
+        4, Case(operations=SHORT), policies(2, ("exponent_block", "value_delta"), verify=1)
     ),
-    "exponent_delta": (3, Case(operations=EVERYTHING), CieraPolicy(codecs=("exponent_delta",), verify="every")),
-    "exponent_delta, fp16": (
-        3, Case(param_dtype=torch.float16, operations=EVERYTHING), CieraPolicy(codecs=("exponent_delta",), verify="every")
+    "some categories": Group(
+        4, Case(operations=SHORT), in_both(("exponent_block", "value_delta"), categories=("expert_ffn", "layer_norm"))
     ),
-    "entropy": (3, Case(operations=EVERYTHING), CieraPolicy(codecs=("entropy",), verify="every")),
-    "no verification": (3, Case(operations=EVERYTHING), CieraPolicy()),
-    "a tight budget": (3, Case(operations=EVERYTHING), CieraPolicy(cache_budget=20_000)),
+    "small blocks": Group(4, Case(operations=SHORT), in_both(("exponent_block",), block_size=64)),
+    "the paper's policy, the default, and a tight budget": Group(
+        3, Case(operations=EVERYTHING),
+        {"paper": CieraPolicy.paper(), "default": CieraPolicy(), "tight": CieraPolicy(cache_budget=BUDGET_BYTES)},
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", GROUPS)
 def test_same_bits_as_stock_fsdp2(name: str) -> None:
-    world_size, case, policy = CASES[name]
-    if case.experts_mesh and TORCH_VERSION < (2, 12):
+    group = GROUPS[name]
+    if group.case.experts_mesh and TORCH_VERSION < (2, 12):
         pytest.skip("parameters on meshes of their own came with torch 2.12")
-    reports = run_ranks(compare_with_stock, world_size, case, policy)
-    for report in reports:
-        assert report.num_gathers > 0
-        assert report.raw_bytes > 0
-        for breakdown in (report.by_category, report.by_codec, report.by_phase):
-            assert sum(amount.wire_bytes for amount in breakdown.values()) == report.wire_bytes
-            assert sum(amount.raw_bytes for amount in breakdown.values()) == report.raw_bytes
-    budget = policy.cache_budget_bytes
-    if budget is not None:
-        assert 0 < max(report.cache_bytes for report in reports) <= budget
+    reports = run_ranks(compare_all_with_stock, group.world_size, group.case, group.policies, timeout_s=300)
+    for report_by_policy in reports:
+        for policy_name, policy in group.policies.items():
+            check_counts(report_by_policy[policy_name], policy, group)
+        check_caches_shrink(report_by_policy, group)
+
+
+def check_counts(report: CieraStats, policy: CieraPolicy, group: Group) -> None:
+    """What was sent adds up, and it was the policy's codec and topology that sent it."""
+    assert report.num_gathers > 0
+    assert report.raw_bytes > 0
+    for breakdown in (report.by_category, report.by_codec, report.by_phase, report.by_link):
+        assert sum(amount.wire_bytes for amount in breakdown.values()) == report.wire_bytes
+        assert sum(amount.raw_bytes for amount in breakdown.values()) == report.raw_bytes
+    is_raw = group.case.model_dtype == torch.float64
+    used = {codec for codec, amount in report.by_codec.items() if amount.raw_bytes}
+    assert used <= {"raw", *policy.codecs}
+    assert is_raw or policy.codecs[0] in used
+    links = {link for link, amount in report.by_link.items() if amount.raw_bytes}
+    if policy.topology == "flat" or not group.is_cut:
+        assert links == {"flat"}
+    else:
+        assert {"between_nodes", "in_node"} <= links
+    if policy.cache_budget_bytes is not None:
+        assert report.cache_bytes <= policy.cache_budget_bytes
+        assert is_raw or report.cache_bytes > 0
+
+
+def check_caches_shrink(reports: Mapping[str, CieraStats], group: Group) -> None:
+    """A hierarchical gather caches its share of the model; groups that lie in one node, and so stay flat, all of it."""
+    all_are_cut = group.is_cut and not group.case.experts_mesh and isinstance(group.case.reshard_after_forward, bool)
+    for codec in ("exponent_block", "exponent_delta", "value_delta"):
+        flat = reports.get(f"{codec}, flat")
+        for size in (2, 4):
+            hierarchical = reports.get(f"{codec}, nodes of {size}")
+            if flat is not None and hierarchical is not None and flat.cache_bytes and all_are_cut:
+                assert hierarchical.cache_bytes <= 0.6 * flat.cache_bytes

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_ciera.codecs import CODECS, StoredSection
-from fsdp_ciera.entropy import Coding, code_section, decode_section
+from fsdp_ciera.entropy import Coding, Form, SectionWriter, SymbolReader
 from fsdp_ciera.errors import CieraDecodeError
 from fsdp_ciera.kernels.formats import FORMATS
+from fsdp_ciera.kernels.ops import CHUNK_VALUES
 from fsdp_ciera.layout import Layout, build_layout
 from fsdp_ciera.lockstep import LockstepState
-from fsdp_ciera.positions import code_positions, decode_positions
-from fsdp_ciera.wire import payload_bytes, read_sections, write_payload
+from fsdp_ciera.positions import gap_symbols, position_batches
+from fsdp_ciera.wire import read_sections, table_start, write_table
 
 NAMES = ["self_attn.q_proj.weight", "mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -30,7 +32,7 @@ def gather(states: list[LockstepState], shards: torch.Tensor, commit: bool = Tru
     sizes = [one.num_bytes for one in encoded]
     payloads = torch.randint(256, (len(states), max(sizes)), dtype=torch.uint8)  # padding is not read
     for row, one in zip(payloads, encoded, strict=True):
-        write_payload(row, one.fixed, one.sections)
+        row[: one.num_bytes] = one.payload(one.num_bytes)
         assert sum(one.run_bytes) == one.num_bytes
     for state in states:
         output = torch.zeros_like(shards)
@@ -127,12 +129,167 @@ def test_bits_a_value_after_a_small_step(codec: str, most_bits: float) -> None:
 
 
 def test_positions_worked_example() -> None:
-    section = code_positions(torch.tensor([2, 3, 300]))
-    assert isinstance(section.data, torch.Tensor)
-    assert section.data.tolist() == [2, 0, 255, 41]
-    assert decode_positions(StoredSection(section.coding, section.data.numpy()), 400).tolist() == [2, 3, 300]
+    gaps = gap_symbols(np.array([2, 3, 300]))
+    assert gaps.tolist() == [2, 0, 255, 41]
+    section = StoredSection(Coding.PLAIN, gaps)
+    assert [batch.tolist() for batch in position_batches(section, 400)] == [[2, 3, 300]]
     with pytest.raises(CieraDecodeError, match="ends at 300 of 300 values"):
-        decode_positions(StoredSection(section.coding, section.data.numpy()), 300)
+        list(position_batches(section, 300))
+    with pytest.raises(CieraDecodeError, match="marks none"):
+        list(position_batches(StoredSection(Coding.PLAIN, gaps[:3]), 400))
+
+
+@pytest.mark.parametrize("share", [0.001, 0.1, 0.7])
+@pytest.mark.parametrize("as_bitmap", [False, True])
+def test_positions_of_more_than_a_batch(share: float, as_bitmap: bool) -> None:
+    num_values = 2 * CHUNK_VALUES + 77
+    mask = np.random.default_rng(0).random(num_values) < share
+    mask[-1] = True
+    data = np.packbits(mask, bitorder="little") if as_bitmap else gap_symbols(np.flatnonzero(mask))
+    section = StoredSection(Coding.BITMAP if as_bitmap else Coding.PLAIN, data)
+    batches = [batch.copy() for batch in position_batches(section, num_values)]
+    assert max(map(len, batches)) <= CHUNK_VALUES
+    assert np.array_equal(np.concatenate(batches), np.flatnonzero(mask))
+
+
+def test_a_damaged_bitmap_is_refused() -> None:
+    for bitmap in ([255, 255], [255], [255, 1, 0]):  # 9 values: bits behind the last, a byte too few, one too many
+        with pytest.raises(CieraDecodeError):
+            list(position_batches(StoredSection(Coding.BITMAP, np.array(bitmap, np.uint8)), 9))
+
+
+FORMS = {
+    # name: (codings of positions, codings of moves) that value_delta takes for it, of 20,000 values
+    "few": ({Coding.PLAIN, Coding.ZSTD}, {Coding.NIBBLES, Coding.NIBBLES_ZSTD}),
+    "many": ({Coding.BITMAP, Coding.BITMAP_ZSTD, Coding.ZSTD}, {Coding.NIBBLES_ZSTD}),
+    "clusters": ({Coding.BITMAP_ZSTD}, {Coding.NIBBLES_ZSTD}),
+    "most": ({Coding.DENSE}, {Coding.NIBBLES_ZSTD}),
+    "far": ({Coding.DENSE}, {Coding.ZSTD}),
+    "some replaced": ({Coding.DENSE}, {Coding.NIBBLES_ZSTD, Coding.ZSTD}),
+    "few replaced": ({Coding.PLAIN, Coding.ZSTD}, {Coding.NIBBLES, Coding.NIBBLES_ZSTD, Coding.ZSTD}),
+    "all replaced": ({Coding.ALL}, {Coding.PLAIN}),
+}
+
+
+def changed(shard: torch.Tensor, form: str, seed: int = 0) -> torch.Tensor:
+    """`shard` after changes that make value_delta take a certain form."""
+    dtype, num_values = shard.dtype, len(shard)
+    generator = torch.Generator().manual_seed(seed)
+    bits = shard.view(FORMATS[dtype].int_dtype)
+    draw = torch.rand(num_values, generator=generator)
+    sign = torch.where(torch.rand(num_values, generator=generator) < 0.5, -1, 1).to(bits.dtype)
+    noise = random_bits((num_values,), dtype, generator).view(bits.dtype)
+    fresh = {
+        "few": torch.where(draw < 0.01, bits + sign, bits),
+        "many": torch.where(draw < 0.3, bits + sign, bits),
+        "clusters": torch.where(torch.arange(num_values) % 512 < 150, bits + sign, bits),
+        "most": torch.where(draw < 0.9, bits + sign, bits),
+        "far": bits + sign * torch.randint(40, 80, (num_values,), generator=generator).to(bits.dtype),
+        "some replaced": torch.where(draw < 0.3, noise, bits + sign),
+        "few replaced": torch.where(draw < 0.01, noise, bits),
+        "all replaced": noise,
+    }[form]
+    return fresh.to(bits.dtype).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_value_delta_is_taken_and_exact(dtype: torch.dtype, form: str) -> None:
+    num_values = 20_000
+    layout = build_layout(NAMES[:1], [num_values], ["value_delta"], num_values, dtype)
+    states = make_states(layout, 2)
+    shards = torch.randn(2, num_values, generator=torch.Generator().manual_seed(0)).to(dtype)
+    gather(states, shards)
+    shards = torch.stack([changed(shard, form, seed) for seed, shard in enumerate(shards)])
+    spare = make_states(layout, 2)[0]  # sees the same values, so that its payload can be looked into
+    spare.encode(torch.randn(2, num_values, generator=torch.Generator().manual_seed(0)).to(dtype)[0])
+    encoded = spare.encode(shards[0])
+    where, moves, *_ = read_sections(encoded.payload(encoded.num_bytes), 0, 4)
+    assert where.coding in FORMS[form][0]
+    assert moves.coding in FORMS[form][1]
+    assert len(where.data) <= num_values // 8
+    sizes = gather(states, shards)
+    assert sizes[0] == encoded.num_bytes
+    literals = num_values * dtype.itemsize
+    assert sizes[0] < (1.01 * literals if form == "all replaced" else 0.9 * literals)
+    assert gather(states, shards) == [0, 0]
+
+
+@pytest.mark.parametrize("codec", ["exponent_delta", "exponent_block", "entropy", "raw"])
+@pytest.mark.parametrize("form", FORMS)
+def test_other_codecs_survive_the_same_changes(codec: str, form: str) -> None:
+    states = make_states(build_layout(NAMES[:1], [20_000], [codec], 20_000, torch.float16), 2)
+    shards = torch.randn(2, 20_000, generator=torch.Generator().manual_seed(0)).half()
+    gather(states, shards)
+    gather(states, torch.stack([changed(shard, form, seed) for seed, shard in enumerate(shards)]))
+
+
+def test_exponent_delta_sends_all_changes_when_most_exponents_changed() -> None:
+    layout = build_layout(NAMES[:1], [4000], ["exponent_delta"], 4000, torch.bfloat16)
+    states, spare = make_states(layout, 2), make_states(layout, 2)[0]
+    shards = torch.randn(2, 4000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    gather(states, shards)
+    spare.encode(shards[0])
+    encoded = spare.encode(2 * shards[0])  # every exponent up by one: changes have no entropy, exponents 2.5 bits
+    where, what = read_sections(encoded.payload(encoded.num_bytes), 4000, 2)
+    assert where.coding == Coding.DENSE
+    assert len(what.data) < 100
+    gather(states, 2 * shards)
+    gather(states, shards[:, torch.randperm(4000)])
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("num_values", [CHUNK_VALUES - 1, CHUNK_VALUES + 1, 2 * CHUNK_VALUES + 300])
+def test_runs_longer_than_a_chunk(codec: str, num_values: int) -> None:
+    states = make_states(build_layout(NAMES[:1], [num_values], [codec], num_values, torch.bfloat16), 2, 512)
+    shards = torch.randn(2, num_values, generator=torch.Generator().manual_seed(0)).bfloat16()
+    gather(states, shards)
+    for form in FORMS:
+        shards = torch.stack([changed(shard, form, seed) for seed, shard in enumerate(shards)])
+        gather(states, shards)
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_a_strided_output_is_filled_and_nothing_else_is_touched(codec: str) -> None:
+    states = make_states(build_layout(NAMES[:2], [700, 300], [codec, "raw"], 1000, torch.bfloat16), 3)
+    shards = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for _ in range(2):
+        encoded = [state.encode(shard) for state, shard in zip(states, shards, strict=True)]
+        sizes = [one.num_bytes for one in encoded]
+        payloads = torch.stack([one.payload(max(sizes)) for one in encoded])
+        wide = torch.full((3, 2, 1000), 7.0).bfloat16()
+        states[1].prepare()
+        states[1].decode(payloads, sizes, wide[:, 1])
+        assert torch.equal(wide[::2, 1], shards[::2])
+        assert bool((wide[:, 0] == 7).all()) and bool((wide[1] == 7).all())
+        shards = torch.stack([changed(shard, "few", seed) for seed, shard in enumerate(shards)])
+
+
+@pytest.mark.parametrize("codec", sorted(name for name, codec in CODECS.items() if not codec.stateless))
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_an_unchanged_shard_makes_empty_plain_sections(codec: str, dtype: torch.dtype) -> None:
+    layout = build_layout(NAMES[:1], [3000], [codec], 3000, dtype)
+    state = make_states(layout, 2)[0]
+    shard = torch.randn(3000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    state.encode(shard)
+    for _ in range(2):
+        encoded = state.encode(shard)
+        fixed_bytes, num_sections = state.codecs[0].fixed_bytes, state.codecs[0].num_sections
+        sections = read_sections(encoded.payload(encoded.num_bytes), fixed_bytes, num_sections)
+        assert [(section.coding, len(section.data)) for section in sections] == [(Coding.PLAIN, 0)] * num_sections
+        assert encoded.num_bytes == (0 if codec == "value_delta" else fixed_bytes + 8 * num_sections)
+
+
+@pytest.mark.parametrize("padding", [0, 8, 64, 5000])
+def test_a_payload_is_padded_with_zeros(padding: int) -> None:
+    state = make_states(build_layout(NAMES[:1], [3000], ["entropy"], 3000, torch.bfloat16), 2)[0]
+    encoded = state.encode(torch.randn(3000, generator=torch.Generator().manual_seed(0)).bfloat16())
+    plain = encoded.payload(encoded.num_bytes).clone()
+    marked = encoded.payload(encoded.num_bytes + padding)
+    marked[encoded.num_bytes :] = 9  # what the exchange does with the room behind
+    padded = encoded.payload(encoded.num_bytes + padding)
+    assert len(padded) == encoded.num_bytes + padding
+    assert torch.equal(padded[: encoded.num_bytes], plain) and not padded[encoded.num_bytes :].any()
 
 
 def test_every_pair_of_near_bf16_patterns_moves_exactly() -> None:
@@ -162,45 +319,88 @@ def test_one_changed_exponent_sends_one_block() -> None:
     assert gather(states, shards) == repeat
 
 
-def test_cache_bytes_are_what_is_allocated() -> None:
-    layout = build_layout(NAMES[:1], [5000], ["exponent_block"], 5000, torch.bfloat16)
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_cache_bytes_are_what_is_allocated(codec: str, dtype: torch.dtype) -> None:
+    layout = build_layout(NAMES[:1], [5000], [codec], 5000, dtype)
     states = make_states(layout, 3, 512)
     assert states[0].cache_bytes == 0
-    gather(states, torch.randn(3, 5000).bfloat16())
-    codec = states[0].codecs[0]
-    held = [value for value in vars(codec).values() if isinstance(value, torch.Tensor)]
-    assert sum(tensor.numel() * tensor.element_size() for tensor in held) == states[0].cache_bytes > 2 * 5000
+    shards = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for form in ("few", "most", "all replaced"):
+        gather(states, shards)
+        held = [value for value in vars(states[0].codecs[0]).values() if isinstance(value, torch.Tensor | np.ndarray)]
+        assert sum(one.nbytes for one in held) == states[0].cache_bytes
+        assert (states[0].cache_bytes > 2 * 5000) == (not CODECS[codec].stateless)
+        shards = torch.stack([changed(shard, form, seed) for seed, shard in enumerate(shards)])
+
+
+def write_section(symbols: np.ndarray, width_bits: int = 8) -> tuple[Coding, np.ndarray]:
+    room = np.empty(len(symbols) + 1, np.uint8)
+    writer = SectionWriter(room)
+    writer.code(lambda: np.array_split(symbols, 3), len(symbols), width_bits)
+    ((coding, num_bytes),) = writer.entries
+    assert num_bytes == writer.num_bytes
+    return coding, room[:num_bytes]
 
 
 @pytest.mark.parametrize(
     ("symbols", "width_bits", "coding"),
     [
-        (torch.full((1000,), 7, dtype=torch.uint8), 8, Coding.ZSTD),
-        (torch.arange(32, dtype=torch.uint8), 8, Coding.PLAIN),
-        (torch.randint(256, (500,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)), 8, Coding.PLAIN),
-        (torch.randint(32, (500,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)), 5, Coding.PACKED),
-        (torch.empty(0, dtype=torch.uint8), 8, Coding.PLAIN),
+        (np.full(1000, 7, np.uint8), 8, Coding.ZSTD),
+        (np.arange(32, dtype=np.uint8), 8, Coding.PLAIN),
+        (np.random.default_rng(1).integers(256, size=500, dtype=np.uint8), 8, Coding.PLAIN),
+        (np.random.default_rng(1).integers(32, size=500, dtype=np.uint8), 5, Coding.PACKED),
+        (np.random.default_rng(1).integers(32, size=17, dtype=np.uint8), 5, Coding.PACKED),
+        (np.empty(0, np.uint8), 8, Coding.PLAIN),
+        (np.empty(0, np.uint8), 5, Coding.PLAIN),
     ],
 )
-def test_a_section_takes_its_smallest_form(symbols: torch.Tensor, width_bits: int, coding: Coding) -> None:
-    section = code_section(symbols, width_bits)
-    assert section.coding == coding
-    assert section.num_bytes <= -(-len(symbols) * width_bits // 8)
-    data = (
-        section.data
-        if isinstance(section.data, torch.Tensor)
-        else torch.frombuffer(bytearray(section.data), dtype=torch.uint8)
-    )
-    assert torch.equal(decode_section(coding, data.numpy(), len(symbols), width_bits), symbols)
+def test_a_section_takes_its_smallest_form(symbols: np.ndarray, width_bits: int, coding: Coding) -> None:
+    chosen, data = write_section(symbols, width_bits)
+    assert chosen == coding
+    assert len(data) <= -(-len(symbols) * width_bits // 8)
+    reader = SymbolReader(StoredSection(coding, data), len(symbols), symbol_bits=width_bits)
+    parts = [reader.read(count).copy() for count in (len(symbols) // 2, 0, len(symbols) - len(symbols) // 2)]
+    reader.finish()
+    assert np.array_equal(np.concatenate(parts), symbols)
+
+
+def test_a_section_with_anything_behind_or_missing_is_refused() -> None:
+    coding, frame = write_section(np.full(1000, 7, np.uint8))
+    assert coding == Coding.ZSTD
+    for damaged in (np.append(frame, np.uint8(9)), np.concatenate([frame, frame]), frame[:-1]):
+        reader = SymbolReader(StoredSection(coding, damaged), 1000)
+        with pytest.raises(CieraDecodeError):
+            reader.read(1000)
+            reader.finish()
+    reader = SymbolReader(StoredSection(coding, frame), 1000)
+    reader.read(999)
+    with pytest.raises(CieraDecodeError, match="1 symbols too many"):
+        reader.finish()
+    with pytest.raises(CieraDecodeError, match="too few"):
+        reader.read(2)
+    for num_symbols, most in ((999, 0), (1001, 0), (None, 999)):
+        with pytest.raises(CieraDecodeError, match="holds 1000 symbols"):
+            SymbolReader(StoredSection(coding, frame), num_symbols, most)
+
+
+def test_the_smallest_of_several_forms_is_taken() -> None:
+    noise = np.random.default_rng(0).integers(256, size=100, dtype=np.uint8)
+    room = np.empty(200, np.uint8)
+    writer = SectionWriter(room)
+    writer.code_smallest([Form(np.append(noise, noise[:1])), Form(noise, Coding.BITMAP, Coding.BITMAP_ZSTD)])
+    writer.code_smallest([Form(noise[:50]), Form(np.zeros(100, np.uint8), Coding.BITMAP, Coding.BITMAP_ZSTD)])
+    assert [coding for coding, _ in writer.entries] == [Coding.BITMAP, Coding.BITMAP_ZSTD]
+    assert writer.entries[0][1] == 100 > writer.entries[1][1]
+    assert np.array_equal(room[:100], noise)
 
 
 def damaged_payloads() -> list[tuple[str, torch.Tensor, int, LockstepState]]:
     layout = build_layout(NAMES[:1], [2000], ["exponent_block"], 2000, torch.float16)
     sender, receiver = make_states(layout, 2)
     encoded = sender.encode(torch.randn(2000, generator=torch.Generator().manual_seed(0)).half())
-    good = torch.zeros(encoded.num_bytes, dtype=torch.uint8)
-    write_payload(good, encoded.fixed, encoded.sections)
-    table = encoded.fixed.numel()
+    good = encoded.payload(encoded.num_bytes)
+    table = sender.codecs[0].fixed_bytes
     cases = []
     for name, position, value in (
         ("unknown coding", table + 7, 9),
@@ -231,20 +431,18 @@ def test_damaged_payloads_are_refused(index: int) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(sorted(CODECS)), st.booleans(), st.integers(0, 2**32))
-def test_random_damage_never_does_anything_but_raise_or_decode(codec: str, cold: bool, seed: int) -> None:
+@given(st.sampled_from(sorted(CODECS)), st.sampled_from([None, *FORMS]), st.integers(0, 2**32))
+def test_random_damage_never_does_anything_but_raise_or_decode(codec: str, form: str | None, seed: int) -> None:
     layout = build_layout(NAMES[:2], [300, 300], [codec, "raw"], 600, torch.bfloat16)
     sender, receiver = states = make_states(layout, 2)
     generator = torch.Generator().manual_seed(seed)
     shard = torch.randn(600, generator=generator).bfloat16()
-    if not cold:
+    if form is not None:
         gather(states, torch.stack([shard, shard]))
-        shard = (shard.view(torch.int16) + torch.randint(-1, 2, shard.shape, generator=generator).short()).view(
-            torch.bfloat16
-        )
+        shard[:300] = changed(shard[:300], form, seed)
     encoded = sender.encode(shard)
-    payload = torch.zeros(encoded.num_bytes, dtype=torch.uint8)
-    write_payload(payload, encoded.fixed, encoded.sections)
+    payload = encoded.payload(encoded.num_bytes)
+    fixed_bytes = sum(codec.fixed_bytes for codec in sender.codecs)
     position = int(torch.randint(len(payload), (), generator=generator))
     payload[position] ^= int(torch.randint(1, 256, (), generator=generator))
     output = torch.zeros(2, 600).bfloat16()
@@ -253,17 +451,23 @@ def test_random_damage_never_does_anything_but_raise_or_decode(codec: str, cold:
         receiver.decode(torch.stack([payload, payload]), [len(payload)] * 2, output)
     except CieraDecodeError:
         return
-    assert not torch.equal(output[0].view(torch.int16), shard.view(torch.int16)) or position >= encoded.fixed.numel()
+    assert not torch.equal(output[0].view(torch.int16), shard.view(torch.int16)) or position >= fixed_bytes
 
 
 def test_table_and_sections_round_trip() -> None:
-    sections = [code_section(torch.arange(10, dtype=torch.uint8)), code_section(torch.zeros(400, dtype=torch.uint8))]
-    fixed = torch.arange(5, dtype=torch.uint8)
-    payload = torch.zeros(payload_bytes(fixed, sections), dtype=torch.uint8)
-    write_payload(payload, fixed, sections)
-    stored = read_sections(payload, 5, 2)
+    table, start = table_start(5, 2)
+    payload = np.arange(100, dtype=np.uint8)
+    writer = SectionWriter(payload[start:])
+    writer.code(lambda: [np.arange(10, dtype=np.uint8)], 10)
+    writer.code(lambda: [np.zeros(400, np.uint8)], 400)
+    num_bytes = write_table(payload, 5, writer.entries)
+    assert (table, num_bytes) == (5, start + writer.num_bytes)
+    stored = read_sections(torch.from_numpy(payload[:num_bytes]), 5, 2)
     assert [section.coding for section in stored] == [Coding.PLAIN, Coding.ZSTD]
-    assert [len(section.data) for section in stored] == [section.num_bytes for section in sections]
+    assert [len(section.data) for section in stored] == [num_bytes for _, num_bytes in writer.entries]
+    assert stored[0].data.tolist() == list(range(10))
+    assert write_table(payload, 0, [(Coding.PLAIN, 0)] * 2) == 0
+    assert write_table(payload, 0, [(Coding.PLAIN, 0), (Coding.ALL, 0)]) == 16
 
 
 def test_layout_merges_neighbours_and_gives_up_on_unknown_sizes() -> None:

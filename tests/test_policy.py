@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fsdp_ciera import CieraConflictError, CieraPolicy, CieraPolicyError, attach, detach, fully_shard, stats
 from fsdp_ciera._compat import AllGather, check_torch_version, get_comm, is_default_comm, param_groups, set_comm
 from fsdp_ciera.errors import UnsupportedTorchError
-from fsdp_ciera.policies.budget import select_within_budget
 from fsdp_ciera.policy import parse_byte_size
 from ranks import run_ranks
 from tiny_moe import Case, build
@@ -43,7 +42,8 @@ from tiny_moe import Case, build
         ({"overlap": 1}, "overlap=1 must be True or False"),
         ({"adapt_every": 5}, "adapt_every=5 is not supported yet"),
         ({"tables": "olmoe"}, "tables='olmoe' is not supported yet"),
-        ({"ranks_per_node": 8}, "ranks_per_node=8 is not supported yet"),
+        ({"ranks_per_node": 8}, 'ranks_per_node=8 means nothing to a flat gather: add topology="hierarchical"'),
+        ({"ranks_per_node": 0, "topology": "auto"}, "ranks_per_node=0 must be None or an int of at least 1"),
     ],
 )
 def test_a_field_that_is_not_allowed_says_what_is(fields: dict[str, Any], text: str) -> None:
@@ -70,11 +70,11 @@ def test_byte_sizes() -> None:
     assert CieraPolicy(cache_budget="9" * 400 + "GiB").cache_budget_bytes == int("9" * 400) << 30
 
 
-def test_budget_takes_the_largest_that_fit() -> None:
-    assert select_within_budget([5, 9, 1, 4], None) == [True] * 4
-    assert select_within_budget([5, 9, 1, 4], 13) == [False, True, False, True]
-    assert select_within_budget([5, 9, 1, 4], 0) == [False] * 4
-    assert select_within_budget([0, 9], 0) == [True, False]
+def test_codecs_are_offered_to_the_categories_that_are_opted_in() -> None:
+    policy = CieraPolicy(codecs=("value_delta", "entropy"), categories=("expert_ffn",))
+    assert policy.codecs_for("expert_ffn") == ("value_delta", "entropy")
+    assert policy.codecs_for("attention") == ()
+    assert CieraPolicy().codecs_for("other") == ("exponent_block",)
 
 
 def test_unsupported_torch_is_one_clear_error() -> None:

@@ -37,7 +37,8 @@ def run_example(rank: int, world_size: int, source: str, sharded: bool) -> float
 
 @pytest.mark.parametrize(
     ("name", "sharded", "least_ratio"),
-    [("own loop", False, 1.6), ("attach", True, 1.2)],  # attach's policy leaves out attention and embedding
+    # attach's policy leaves out attention and embedding
+    [("own loop", False, 1.6), ("attach", True, 1.2), ("choose", False, 10)],
 )
 def test_example_runs_and_saves_bytes(name: str, sharded: bool, least_ratio: float) -> None:
     for ratio in run_ranks(run_example, 2, EXAMPLES[name], sharded):
@@ -45,7 +46,7 @@ def test_example_runs_and_saves_bytes(name: str, sharded: bool, least_ratio: flo
 
 
 def test_every_python_example_is_run() -> None:
-    assert sorted(EXAMPLES) == ["attach", "own loop"]
+    assert sorted(EXAMPLES) == ["attach", "choose", "own loop"]
     assert README.read_text().count("```python") == len(EXAMPLES)
 
 

@@ -69,6 +69,7 @@ def test_values_are_converted(tmp_path: Path) -> None:
         ("ciera.categories=['embedding', 'expert_ffn']", "ciera", "categories", ("embedding", "expert_ffn")),
         ("parallel.reshard_after_forward=false", "parallel", "reshard_after_forward", False),
         ("parallel.reshard_after_forward=4", "parallel", "reshard_after_forward", 4),
+        ("parallel.reshard_root_after_forward=true", "parallel", "reshard_root_after_forward", True),
         ("model.folder=/a b/c=d", "model", "folder", "/a b/c=d"),
         ("data.files=['a.txt', 'b/**/*.jsonl']", "data", "files", ("a.txt", "b/**/*.jsonl")),
         ("checkpoint.resume=latest", "checkpoint", "resume", "latest"),

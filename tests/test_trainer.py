@@ -209,12 +209,14 @@ def test_layouts_of_four_ranks(folder: Path) -> None:
         "flat": base,
         "grouped": variant(base, parallel__reshard_after_forward=2),
         "kept": variant(base, parallel__reshard_after_forward=False),
+        "root freed": variant(base, parallel__reshard_root_after_forward=True),
         "hsdp": variant(base, parallel__replicate=2),
     }
     recipes = {name: variant(tables, train__output=str(folder / name)) for name, tables in recipes.items()}
     runs = by_name(run_ranks(train_all, 4, recipes, timeout_s=120))
     assert_same_bits(runs["grouped"], runs["flat"])
     assert_same_bits(runs["kept"], runs["flat"])
+    assert_same_bits(runs["root freed"], runs["flat"])
     torch.testing.assert_close(runs["hsdp"][0].losses, runs["flat"][0].losses, rtol=1e-2, atol=0)
     digests = [run.final_parameters_digest for run in runs["hsdp"]]
     assert digests[:2] == digests[2:] and digests[0] != digests[1]

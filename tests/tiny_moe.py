@@ -1,12 +1,12 @@
 """A small MoE in plain torch whose dimensions divide by nothing, and a training loop with everything that users do in it.
 
-`compare_with_stock` runs the same operations twice in one process group, under stock FSDP2 and under fsdp_ciera, and
-demands equal bits of every loss and every parameter.
+`compare_all_with_stock` runs the same operations several times in one process group, under stock FSDP2 and then under each
+of several policies, and demands equal bits of every loss and every parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_ciera import CieraPolicy, CieraStats, attach, detach, fully_shard, invalidate, stats
+from fsdp_ciera import CieraPolicy, CieraStats, attach, detach, fully_shard, invalidate, settle_sizes, stats
 
 VOCAB, HIDDEN, INTERMEDIATE, NUM_LAYERS = 37, 20, 23, 2
 
@@ -156,85 +156,158 @@ def experts_on_pairs() -> Callable[[nn.Parameter], Any]:
     return lambda p: ShardPlacementResult(Shard(0), experts_info if p.ndim == 3 else all_info)
 
 
+class Training:
+    """A model with its optimizer, and every operation of a `Case` as a method that returns what it computed."""
+
+    def __init__(self, case: Case, policy: CieraPolicy | None) -> None:
+        self.policy = policy
+        self.model = build(case, policy)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=case.lr)
+        self._generator = torch.Generator().manual_seed(100 + dist.get_rank())
+        self._snapshot = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self._num_mutations = 0
+
+    def train(self) -> list[torch.Tensor]:
+        seen = [self._forward_backward()]
+        self._step()
+        return seen
+
+    def accumulate(self) -> list[torch.Tensor]:
+        seen = [self._forward_backward(), self._forward_backward()]
+        self._step()
+        return seen
+
+    def no_sync(self) -> list[torch.Tensor]:
+        """Accumulation without reduce-scatter."""
+        seen = []
+        for last in (False, True):
+            self.model.set_requires_gradient_sync(last)
+            seen.append(self._forward_backward())
+        self._step()
+        return seen
+
+    def skip(self) -> list[torch.Tensor]:
+        """A step that is not taken, as after an overflow."""
+        seen = [self._forward_backward()]
+        self.optimizer.zero_grad()
+        return seen
+
+    def eval(self) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [self._loss()]
+
+    def inference(self) -> list[torch.Tensor]:
+        with torch.inference_mode():
+            return [self._loss().clone()]
+
+    def forward_only(self) -> list[torch.Tensor]:
+        self._loss()
+        reshard(self.model)
+        return []
+
+    def load(self) -> list[torch.Tensor]:
+        reshard(self.model)
+        self.model.load_state_dict(self._snapshot)
+        return []
+
+    def mutate(self) -> list[torch.Tensor]:
+        reshard(self.model)
+        self._num_mutations += 1
+        for index, parameter in enumerate(self.model.parameters()):
+            noise = torch.Generator().manual_seed(index + 7 * dist.get_rank() + 100 * self._num_mutations)
+            local = parameter.data.to_local()
+            local.copy_(local + 0.5 * torch.randn(local.shape, generator=noise))
+        return []
+
+    def mutate_rank_0(self) -> list[torch.Tensor]:
+        """Behind the back of the other ranks, and of only a few values."""
+        reshard(self.model)
+        if dist.get_rank() == 0:
+            for parameter in self.model.parameters():
+                parameter.data.to_local().view(-1)[::7] *= 1.25
+        return []
+
+    def invalidate(self) -> list[torch.Tensor]:
+        if self.policy is not None:
+            invalidate(self.model)
+        return []
+
+    def invalidate_rank_0(self) -> list[torch.Tensor]:
+        if self.policy is not None and dist.get_rank() == 0:
+            invalidate(self.model)
+        return []
+
+    def settle(self) -> list[torch.Tensor]:
+        if self.policy is not None:
+            settle_sizes(self.model)
+        return []
+
+    def detach_attach(self) -> list[torch.Tensor]:
+        if self.policy is not None:
+            detach(self.model)
+            attach(self.model, self.policy)
+        return []
+
+    def freeze(self) -> list[torch.Tensor]:
+        for name, parameter in self.model.named_parameters():
+            if "experts" in name:
+                parameter.requires_grad_(False)
+        return []
+
+    def unfreeze(self) -> list[torch.Tensor]:
+        self.model.requires_grad_(True)
+        return []
+
+    def specials(self) -> list[torch.Tensor]:
+        reshard(self.model)
+        plant_special_values(self.model)
+        return []
+
+    def unshard(self) -> list[torch.Tensor]:
+        seen = []
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+                seen += [p.detach().clone() for p in module.parameters() if not isinstance(p, DTensor)]
+                module.reshard()
+        return seen
+
+    def unshard_async(self) -> list[torch.Tensor]:
+        handle = self.model.unshard(async_op=True)
+        handle.wait()
+        seen = [p.detach().clone() for p in self.model.parameters() if not isinstance(p, DTensor)]
+        self.model.reshard()
+        return seen
+
+    def _loss(self) -> torch.Tensor:
+        return self.model(torch.randint(VOCAB, (29,), generator=self._generator))
+
+    def _forward_backward(self) -> torch.Tensor:
+        loss = self._loss()
+        loss.backward()
+        return loss.detach().clone()
+
+    def _step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 def run(case: Case, policy: CieraPolicy | None) -> tuple[list[torch.Tensor], CieraStats | None]:
-    """All losses, then all parameters' local shards after each operation."""
-    model = build(case, policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=case.lr)
-    generator = torch.Generator().manual_seed(100 + dist.get_rank())
-    snapshot = {name: value.clone() for name, value in model.state_dict().items()}
-    seen: list[torch.Tensor] = []
+    """After each operation what it computed, then all parameters' local shards."""
+    seen, report = run_named(case, policy)
+    return [value for _, value in seen], report
 
-    def loss() -> torch.Tensor:
-        return model(torch.randint(VOCAB, (29,), generator=generator))
 
-    for operation in case.operations:
-        if operation in ("train", "accumulate"):
-            for _ in range(2 if operation == "accumulate" else 1):
-                value = loss()
-                seen.append(value.detach().clone())
-                value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        elif operation == "no_sync":  # accumulation without reduce-scatter
-            for last in (False, True):
-                model.set_requires_gradient_sync(last)
-                value = loss()
-                seen.append(value.detach().clone())
-                value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        elif operation == "eval":
-            with torch.no_grad():
-                seen.append(loss())
-        elif operation == "inference":
-            with torch.inference_mode():
-                seen.append(loss().clone())
-        elif operation == "forward_only":
-            loss()
-            reshard(model)
-        elif operation == "load":
-            reshard(model)
-            model.load_state_dict(snapshot)
-        elif operation == "mutate":
-            reshard(model)
-            for index, parameter in enumerate(model.parameters()):
-                noise = torch.Generator().manual_seed(index + 7 * dist.get_rank())
-                local = parameter.data.to_local()
-                local.copy_(local + 0.5 * torch.randn(local.shape, generator=noise))
-        elif operation == "invalidate":
-            if policy is not None:
-                invalidate(model)
-        elif operation == "invalidate_rank_0":
-            if policy is not None and dist.get_rank() == 0:
-                invalidate(model)
-        elif operation == "detach_attach":
-            if policy is not None:
-                detach(model)
-                attach(model, policy)
-        elif operation == "freeze":
-            for name, parameter in model.named_parameters():
-                if "experts" in name:
-                    parameter.requires_grad_(False)
-        elif operation == "unfreeze":
-            model.requires_grad_(True)
-        elif operation == "specials":
-            reshard(model)
-            plant_special_values(model)
-        elif operation == "unshard":
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.unshard()
-                    seen += [p.detach().clone() for p in module.parameters() if not isinstance(p, DTensor)]
-                    module.reshard()
-        elif operation == "unshard_async":
-            handle = model.unshard(async_op=True)
-            handle.wait()
-            seen += [p.detach().clone() for p in model.parameters() if not isinstance(p, DTensor)]
-            model.reshard()
-        else:
-            raise ValueError(operation)
-        seen += [local_part(parameter).clone() for parameter in model.parameters()]
-    return seen, stats(model) if policy is not None else None
+def run_named(case: Case, policy: CieraPolicy | None) -> tuple[list[tuple[str, torch.Tensor]], CieraStats | None]:
+    """`run`, with a name for each tensor that says which operation made it."""
+    training = Training(case, policy)
+    seen: list[tuple[str, torch.Tensor]] = []
+    for index, operation in enumerate(case.operations):
+        label = f"operation {index}, {operation}"
+        seen += [(f"{label}: result {i}", value) for i, value in enumerate(getattr(training, operation)())]
+        for name, parameter in training.model.named_parameters():
+            seen.append((f"{label}: {name}", local_part(parameter).clone()))
+    return seen, stats(training.model) if policy is not None else None
 
 
 def reshard(model: nn.Module) -> None:
@@ -264,12 +337,21 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def compare_with_stock(rank: int, world_size: int, case: Case, policy: CieraPolicy) -> CieraStats:
     """Runs `case` under stock FSDP2 and under `policy`; every loss and parameter must have equal bits."""
-    expected, _ = run(case, None)
-    got, report = run(case, policy)
-    assert len(expected) == len(got) > 0
-    for index, (a, b) in enumerate(zip(expected, got, strict=True)):
-        assert torch.equal(bits(a), bits(b)), (
-            f"rank {rank}: tensor {index} of {len(expected)} differs, {case}, {policy}"
-        )
-    assert report is not None
-    return report
+    return compare_all_with_stock(rank, world_size, case, {"": policy})[""]
+
+
+def compare_all_with_stock(
+    rank: int, world_size: int, case: Case, policies: Mapping[str, CieraPolicy]
+) -> dict[str, CieraStats]:
+    """`compare_with_stock` for each of `policies` by name; stock FSDP2 runs once. The counts of each."""
+    expected, _ = run_named(case, None)
+    assert expected
+    reports = {}
+    for policy_name, policy in policies.items():
+        got, report = run_named(case, policy)
+        assert [name for name, _ in got] == [name for name, _ in expected]
+        for (name, a), (_, b) in zip(expected, got, strict=True):
+            assert torch.equal(bits(a), bits(b)), f"rank {rank}, {policy_name}: {name} differs, {case}, {policy}"
+        assert report is not None
+        reports[policy_name] = report
+    return reports

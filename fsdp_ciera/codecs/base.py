@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
-from fsdp_ciera.entropy import Section
+from fsdp_ciera.entropy import SectionWriter, StoredSection
 from fsdp_ciera.kernels.formats import FORMATS
 
-if TYPE_CHECKING:
-    import numpy as np
-
-
-class StoredSection(NamedTuple):
-    """A received section: its coding number and its bytes (uint8 array, a view into the receive buffer)."""
-
-    coding: int
-    data: np.ndarray[Any, Any]
+__all__ = ["FloatRunCodec", "RunCodec", "StoredSection"]
 
 
 class RunCodec(ABC):
@@ -32,7 +24,8 @@ class RunCodec(ABC):
     next gather must be decodable without any earlier one.
 
     Arguments: `num_values` values of `dtype` a rank, `num_peers` other ranks, `block_size` values a block. A codec keeps
-    no reference to tensors passed in.
+    no reference to tensors passed in. Between gathers it holds its caches and nothing else; within one, scratch of a chunk
+    of values and at most about a payload.
     """
 
     name: ClassVar[str]
@@ -62,13 +55,18 @@ class RunCodec(ABC):
     def fixed_bytes(self) -> int:
         """Bytes of the fixed part of one rank's payload for this run."""
 
+    @property
+    def most_section_bytes(self) -> int:
+        """No payload has more bytes of sections for this run; room for so many is set aside."""
+        return 0
+
     def detect(self, values: torch.Tensor) -> None:
         """Hash: finds what changed in the own shard [num_values] since the last gather."""
         return None
 
     @abstractmethod
-    def compress(self, values: torch.Tensor, fixed: torch.Tensor) -> Sequence[Section]:
-        """Cmp: writes the fixed part (uint8 [fixed_bytes]) and returns the `num_sections` sections."""
+    def compress(self, values: torch.Tensor, fixed: torch.Tensor, sections: SectionWriter) -> None:
+        """Cmp: writes the fixed part (uint8 [fixed_bytes]) and adds the `num_sections` sections."""
 
     @property
     def block_counts(self) -> tuple[int, int]:
@@ -86,7 +84,8 @@ class RunCodec(ABC):
         """Decmp: restores the shards of consecutive peers, bit for bit, and moves their caches on.
 
         `first_peer` counts the other ranks from 0; `fixed` is uint8 [peers, fixed_bytes], `sections[i]` peer i's
-        sections, `out` [peers, num_values] of `dtype`, strided. Raises `CieraDecodeError` for what cannot be decoded.
+        sections, `out` [peers, num_values] of `dtype`, its rows strided. Raises `CieraDecodeError` for what cannot be
+        decoded, possibly after part of the caches and of `out` was written: then `forget` must follow.
         """
 
     def forget(self) -> None:

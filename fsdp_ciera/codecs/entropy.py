@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
 
 from fsdp_ciera.codecs.base import FloatRunCodec, StoredSection
-from fsdp_ciera.entropy import Section, code_section, decode_section
-from fsdp_ciera.kernels.reference import merge_planes, split_planes
+from fsdp_ciera.entropy import SectionWriter, SymbolReader
+from fsdp_ciera.kernels.ops import Bytes, Merger, chunks_of, split
 
 
 class Entropy(FloatRunCodec):
@@ -29,16 +29,30 @@ class Entropy(FloatRunCodec):
         """The sign+mantissa plane."""
         return self.format.remainder_bytes(self.num_values)
 
-    def compress(self, values: torch.Tensor, fixed: torch.Tensor) -> Sequence[Section]:
+    @property
+    def most_section_bytes(self) -> int:
+        """One byte an exponent."""
+        return self.num_values
+
+    def compress(self, values: torch.Tensor, fixed: torch.Tensor, sections: SectionWriter) -> None:
         """Cmp."""
-        exponents, remainder = split_planes(values.view(1, -1), self.format)
-        fixed.copy_(remainder[0])
-        return (code_section(exponents[0], self.format.exponent_bits),)
+        words, plane = self.format.words(values), fixed.numpy()
+
+        def exponents() -> Iterator[Bytes]:
+            return (part for _, part in split(words, self.format, plane))
+
+        sections.code(exponents, self.num_values, self.format.exponent_bits)
 
     def decompress(
         self, first_peer: int, fixed: torch.Tensor, sections: Sequence[Sequence[StoredSection]], out: torch.Tensor
     ) -> None:
         """Decmp."""
+        planes, words = fixed.numpy(), self.format.words(out)
+        merger = Merger(self.format, self.num_values)
         for peer, (section,) in enumerate(sections):
-            exponents = decode_section(section.coding, section.data, self.num_values, self.format.exponent_bits)
-            merge_planes(exponents.view(1, -1), fixed[peer : peer + 1], self.format, out[peer : peer + 1])
+            row = slice(peer, peer + 1)
+            reader = SymbolReader(section, self.num_values, symbol_bits=self.format.exponent_bits)
+            for chunk in chunks_of(self.num_values):
+                exponents = reader.read(chunk.stop - chunk.start)
+                merger.merge(exponents[None], planes[row], chunk, words[row, chunk])
+            reader.finish()

@@ -9,15 +9,27 @@ The bytes are described in docs/wire-format.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from fsdp_ciera.codecs.base import FloatRunCodec, StoredSection
-from fsdp_ciera.entropy import Section, code_section, decode_section
-from fsdp_ciera.kernels.formats import packed_bytes
-from fsdp_ciera.kernels.reference import hash_blocks, merge_planes, pack_bits, split_planes, unpack_bits
+from fsdp_ciera.entropy import SectionWriter, SymbolReader
+from fsdp_ciera.kernels.formats import Words, packed_bytes
+from fsdp_ciera.kernels.ops import (
+    CHUNK_VALUES,
+    BlockHasher,
+    Bytes,
+    chunks_of,
+    merge_rows,
+    pack_bits,
+    split,
+    unpack_bits,
+    zeros_tensor,
+)
 
 
 class ExponentBlock(FloatRunCodec):
@@ -36,12 +48,11 @@ class ExponentBlock(FloatRunCodec):
         super().__init__(num_values, dtype, block_size, num_peers)
         self.num_blocks = -(-num_values // block_size)
         self.bitmap_bytes = packed_bytes(self.num_blocks, 1)
+        self._chunk_blocks = max(1, CHUNK_VALUES // block_size)
         self._hash_cache: torch.Tensor | None = None  # int64 [num_blocks, 2]
         self._exp_cache: torch.Tensor | None = None  # uint8 [num_peers, num_blocks, block_size]
         self._num_reused = 0
-        self._exponents: torch.Tensor | None = None  # between detect and compress: uint8 [num_blocks, block_size]
-        self._remainder: torch.Tensor | None = None
-        self._changed: torch.Tensor | None = None  # bool [num_blocks]
+        self._changed: npt.NDArray[np.bool_] | None = None  # between detect and compress: [num_blocks]
 
     @classmethod
     def cache_bytes(cls, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> int:
@@ -55,75 +66,109 @@ class ExponentBlock(FloatRunCodec):
         return self.bitmap_bytes + self.format.remainder_bytes(self.num_values)
 
     @property
+    def most_section_bytes(self) -> int:
+        """One byte an exponent."""
+        return self.num_values
+
+    @property
     def block_counts(self) -> tuple[int, int]:
         """All blocks of the run, and those with unchanged exponents."""
         return self.num_blocks, self._num_reused
 
     def detect(self, values: torch.Tensor) -> None:
-        """Hash."""
-        exponents, remainder = split_planes(values.view(1, -1), self.format)
-        blocks = exponents
-        if self.num_values % self.block_size:  # the last block's unused values are zero, at sender and receivers alike
-            blocks = torch.zeros(self.num_blocks * self.block_size, dtype=torch.uint8)
-            blocks[: self.num_values] = exponents[0]
-        self._exponents = blocks.view(self.num_blocks, self.block_size)
-        self._remainder = remainder[0]
-        hashes = hash_blocks(self._exponents)
+        """Hash. The exponents are not kept for `compress`: taking them again costs less than memory for all of them."""
+        hashes = zeros_tensor((self.num_blocks, 2), torch.int64)
+        fresh = hashes.numpy().view(np.uint64)
+        hasher = BlockHasher(self.block_size, min(self._chunk_blocks, self.num_blocks))
+        for blocks, exponents in self._blocks(self.format.words(values), None):
+            hasher.add(exponents, fresh[blocks])
+        hasher.finish(fresh)
         if self._hash_cache is None:
-            self._changed = torch.ones(self.num_blocks, dtype=torch.bool)
+            self._changed = np.ones(self.num_blocks, np.bool_)
         else:
-            self._changed = (hashes != self._hash_cache).any(dim=1)
+            self._changed = (self._hash_cache.numpy().view(np.uint64) != fresh).any(axis=1)
         self._hash_cache = hashes
 
-    def compress(self, values: torch.Tensor, fixed: torch.Tensor) -> Sequence[Section]:
+    def compress(self, values: torch.Tensor, fixed: torch.Tensor, sections: SectionWriter) -> None:
         """Cmp."""
-        assert self._exponents is not None and self._remainder is not None and self._changed is not None
-        fixed[: self.bitmap_bytes] = pack_bits(self._changed.view(1, -1).to(torch.uint8), 1)[0]
-        fixed[self.bitmap_bytes :] = self._remainder
-        self._num_reused = self.num_blocks - int(self._changed.sum())
-        blocks = self._exponents[self._changed] if self._num_reused else self._exponents
-        symbols = blocks.view(-1)
-        if self.num_blocks and self._changed[-1]:
-            symbols = symbols[: symbols.numel() - self._num_unused]
-        section = code_section(symbols, self.format.exponent_bits)
-        self._exponents = self._remainder = self._changed = None
-        return (section,)
+        changed, part = self._changed, fixed.numpy()
+        assert changed is not None
+        part[: self.bitmap_bytes] = pack_bits(changed.view(np.uint8), 1)
+        words, plane = self.format.words(values), part[self.bitmap_bytes :]
+        num_changed = int(np.count_nonzero(changed))
+        self._num_reused = self.num_blocks - num_changed
+        self._changed = None
+        if not num_changed:
+            for _ in split(words, self.format, plane, with_exponents=False):
+                pass
+            sections.empty()
+            return
+
+        def symbols() -> Iterator[Bytes]:
+            for blocks, exponents in self._blocks(words, plane):
+                chosen = changed[blocks]
+                num_unused = self._num_unused if blocks.stop == self.num_blocks and chosen[-1] else 0
+                part = (exponents if chosen.all() else exponents[chosen]).reshape(-1)
+                yield part[: len(part) - num_unused]
+
+        sections.code(symbols, self._num_symbols(changed), self.format.exponent_bits)
 
     def prepare(self) -> None:
         """PreDecmp: the cache, on first use."""
         if self._exp_cache is None:
-            self._exp_cache = torch.zeros(self.num_peers, self.num_blocks, self.block_size, dtype=torch.uint8)
+            self._exp_cache = zeros_tensor((self.num_peers, self.num_blocks, self.block_size), torch.uint8)
 
     def decompress(
         self, first_peer: int, fixed: torch.Tensor, sections: Sequence[Sequence[StoredSection]], out: torch.Tensor
     ) -> None:
         """Decmp."""
         assert self._exp_cache is not None
-        num_peers = fixed.shape[0]
-        cache = self._exp_cache[first_peer : first_peer + num_peers]
-        changed = unpack_bits(fixed[:, : self.bitmap_bytes], self.num_blocks, 1).bool()
+        parts = fixed.numpy()
+        num_peers = len(parts)
+        cache = self._exp_cache.numpy()[first_peer : first_peer + num_peers]
+        changed = unpack_bits(parts[:, : self.bitmap_bytes], self.num_blocks, 1).view(np.bool_)
         for peer, (section,) in enumerate(sections):
             self._update_cache(cache[peer], changed[peer], section)
-        exponents = cache.view(num_peers, -1)[:, : self.num_values]
-        merge_planes(exponents, fixed[:, self.bitmap_bytes :], self.format, out)
+        exponents = cache.reshape(num_peers, -1)[:, : self.num_values]
+        merge_rows(exponents, parts[:, self.bitmap_bytes :], self.format, self.format.words(out))
 
     def forget(self) -> None:
         """Empties HashCache and ExpCache."""
-        self._hash_cache = self._exp_cache = self._exponents = self._remainder = self._changed = None
+        self._hash_cache = self._exp_cache = self._changed = None
 
     @property
     def _num_unused(self) -> int:
-        """Values by which the last block is short; they do not travel."""
+        """Values by which the last block is short; they do not travel, and count as 0."""
         return self.num_blocks * self.block_size - self.num_values
 
-    def _update_cache(self, cache: torch.Tensor, changed: torch.Tensor, section: StoredSection) -> None:
-        num_changed = int(changed.sum())
-        ends_in_last = bool(num_changed) and bool(changed[-1])
-        num_symbols = num_changed * self.block_size - (self._num_unused if ends_in_last else 0)
-        symbols = decode_section(section.coding, section.data, num_symbols, self.format.exponent_bits)
-        if num_symbols == self.num_values:
-            cache.view(-1)[:num_symbols] = symbols
-        elif num_changed:
-            blocks = torch.zeros(num_changed * self.block_size, dtype=torch.uint8)
-            blocks[:num_symbols] = symbols
-            cache[changed] = blocks.view(num_changed, self.block_size)
+    def _num_symbols(self, changed: npt.NDArray[np.bool_]) -> int:
+        num_changed = int(np.count_nonzero(changed))
+        return num_changed * self.block_size - (self._num_unused if num_changed and changed[-1] else 0)
+
+    def _blocks(self, words: Words, plane: Bytes | None) -> Iterator[tuple[slice, Bytes]]:
+        """Blocks by number, with their exponents uint8 [blocks, block_size]; also fills `plane`."""
+        for chunk, exponents in split(words, self.format, plane, chunk_values=self._chunk_blocks * self.block_size):
+            first = chunk.start // self.block_size
+            num_blocks = -(-len(exponents) // self.block_size)
+            if len(exponents) % self.block_size:
+                whole = np.zeros(num_blocks * self.block_size, np.uint8)
+                whole[: len(exponents)] = exponents
+                exponents = whole
+            yield slice(first, first + num_blocks), exponents.reshape(num_blocks, self.block_size)
+
+    def _update_cache(self, cache: npt.NDArray[Any], changed: npt.NDArray[np.bool_], section: StoredSection) -> None:
+        """Cache uint8 [num_blocks, block_size] of one peer; `changed` [num_blocks]."""
+        reader = SymbolReader(section, self._num_symbols(changed), symbol_bits=self.format.exponent_bits)
+        flat = cache.reshape(-1)[: self.num_values]
+        for blocks in chunks_of(self.num_blocks, self._chunk_blocks) if reader.num_symbols else ():
+            chosen = changed[blocks]
+            num_chosen = int(np.count_nonzero(chosen))
+            if num_chosen == len(chosen):
+                reader.read_into(flat[blocks.start * self.block_size : blocks.stop * self.block_size])
+            elif num_chosen:
+                num_symbols = min(num_chosen * self.block_size, reader.num_left)
+                fresh = reader.read(num_symbols)
+                if num_symbols % self.block_size:
+                    fresh = np.concatenate([fresh, np.zeros(self._num_unused, np.uint8)])
+                cache[blocks][chosen] = fresh.reshape(num_chosen, self.block_size)
+        reader.finish()

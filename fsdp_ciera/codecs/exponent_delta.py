@@ -7,17 +7,17 @@ receiver  ExpCache[positions] += changes;  merge(ExpCache, sign+mantissa)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
 
 from fsdp_ciera.codecs.base import FloatRunCodec, StoredSection
-from fsdp_ciera.entropy import Coding, Section, check_width, code_section, decode_section
-from fsdp_ciera.kernels.reference import merge_planes, split_planes
-from fsdp_ciera.positions import code_positions, decode_positions, is_all
-
-_MOST_CHANGED = 0.5  # above this share, positions cost more than they save
+from fsdp_ciera.codecs.survey import choose_exponent_form
+from fsdp_ciera.entropy import Coding, SectionWriter, SymbolReader, check_width
+from fsdp_ciera.kernels.formats import Words
+from fsdp_ciera.kernels.ops import CHUNK_VALUES, Bytes, ChangeFinder, chunks_of, merge_rows, split, zeros_tensor
+from fsdp_ciera.positions import PositionWriter, most_position_bytes, position_batches
 
 
 class ExponentDelta(FloatRunCodec):
@@ -45,39 +45,92 @@ class ExponentDelta(FloatRunCodec):
         """The sign+mantissa plane."""
         return self.format.remainder_bytes(self.num_values)
 
-    def compress(self, values: torch.Tensor, fixed: torch.Tensor) -> Sequence[Section]:
+    @property
+    def most_section_bytes(self) -> int:
+        """Positions, and one byte an exponent."""
+        return most_position_bytes(self.num_values) + self.num_values
+
+    def compress(self, values: torch.Tensor, fixed: torch.Tensor, sections: SectionWriter) -> None:
         """Cmp."""
-        planes, remainder = split_planes(values.view(1, -1), self.format)
-        exponents, last = planes[0], self._own
-        fixed.copy_(remainder[0])
-        self._own = exponents
-        if last is not None:
-            positions = (exponents != last).nonzero().view(-1)
-            if len(positions) <= _MOST_CHANGED * self.num_values:
-                return code_positions(positions), code_section(exponents[positions] - last[positions])
-        return Section(Coding.ALL, b""), code_section(exponents, self.format.exponent_bits)
+        words, plane = self.format.words(values), fixed.numpy()
+        form = Coding.ALL if self._own is None else choose_exponent_form(words, self._own.numpy(), self.format)
+        if self._own is None:
+            self._own = zeros_tensor((self.num_values,), torch.uint8)
+        own = self._own.numpy()
+        if form == Coding.PLAIN:
+            self._compress_sparse(words, plane, own, sections)
+            return
+        sections.empty(form)
+        if form == Coding.ALL:
+            sections.code(
+                lambda: (exponents for _, exponents in split(words, self.format, plane, exponents=own)),
+                self.num_values,
+                self.format.exponent_bits,
+            )
+            return
+
+        def changes() -> Iterator[Bytes]:
+            for chunk, exponents in split(words, self.format, plane):
+                yield exponents - own[chunk]
+
+        sections.code(changes, self.num_values)
+        for _ in split(words, self.format, exponents=own):
+            pass
+
+    def _compress_sparse(self, words: Words, plane: Bytes, own: Bytes, sections: SectionWriter) -> None:
+        positions, changes = PositionWriter(self.num_values), []
+        finder = ChangeFinder(min(CHUNK_VALUES, self.num_values))
+        for chunk, exponents in split(words, self.format, plane):
+            last = own[chunk]
+            if finder.compare(exponents, last):
+                changed = finder.positions()
+                fresh = exponents[changed]
+                changes.append(fresh - last[changed])
+                last[changed] = fresh
+                positions.add(chunk.start, changed, finder.bitmap())
+        positions.write(sections)
+        sections.code(lambda: changes, positions.count)
 
     def prepare(self) -> None:
         """PreDecmp: the cache, on first use."""
         if self._exp_cache is None:
-            self._exp_cache = torch.zeros(self.num_peers, self.num_values, dtype=torch.uint8)
+            self._exp_cache = zeros_tensor((self.num_peers, self.num_values), torch.uint8)
 
     def decompress(
         self, first_peer: int, fixed: torch.Tensor, sections: Sequence[Sequence[StoredSection]], out: torch.Tensor
     ) -> None:
         """Decmp."""
         assert self._exp_cache is not None
-        cache = self._exp_cache[first_peer : first_peer + fixed.shape[0]]
-        for peer, (where, what) in enumerate(sections):
-            if is_all(where):
-                cache[peer] = decode_section(what.coding, what.data, self.num_values, self.format.exponent_bits)
-                continue
-            positions = decode_positions(where, self.num_values)
-            if len(positions):
-                fresh = cache[peer][positions] + decode_section(what.coding, what.data, len(positions))
-                check_width(fresh, self.format.exponent_bits)
-                cache[peer][positions] = fresh
-        merge_planes(cache, fixed, self.format, out)
+        planes = fixed.numpy()
+        cache = self._exp_cache.numpy()[first_peer : first_peer + len(planes)]
+        for row, (where, what) in zip(cache, sections, strict=True):
+            if where.coding in (Coding.ALL, Coding.DENSE):
+                self._replace(row, where, what)
+            else:
+                self._change(row, where, what)
+        merge_rows(cache, planes, self.format, self.format.words(out))
+
+    def _replace(self, row: Bytes, where: StoredSection, what: StoredSection) -> None:
+        """All exponents of one peer [num_values], as they are or as changes."""
+        where.check_empty()
+        is_all = where.coding == Coding.ALL
+        reader = SymbolReader(what, self.num_values, symbol_bits=self.format.exponent_bits if is_all else 8)
+        for chunk in chunks_of(self.num_values):
+            if is_all:
+                reader.read_into(row[chunk])
+            else:
+                row[chunk] += reader.read(chunk.stop - chunk.start)
+                check_width(row[chunk], self.format.exponent_bits)
+        reader.finish()
+
+    def _change(self, row: Bytes, where: StoredSection, what: StoredSection) -> None:
+        """Some exponents of one peer [num_values]."""
+        reader = SymbolReader(what, most_symbols=self.num_values)
+        for positions in position_batches(where, self.num_values):
+            fresh = row[positions] + reader.read(len(positions))
+            check_width(fresh, self.format.exponent_bits)
+            row[positions] = fresh
+        reader.finish()
 
     def forget(self) -> None:
         """Empties both caches."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from fsdp_ciera.codecs.base import RunCodec, StoredSection
-from fsdp_ciera.entropy import Section
+from fsdp_ciera.entropy import SectionWriter
 
 
 class Raw(RunCodec):
@@ -27,10 +27,9 @@ class Raw(RunCodec):
         """The values themselves."""
         return self.num_values * self.dtype.itemsize
 
-    def compress(self, values: torch.Tensor, fixed: torch.Tensor) -> Sequence[Section]:
+    def compress(self, values: torch.Tensor, fixed: torch.Tensor, sections: SectionWriter) -> None:
         """Copies."""
         fixed.copy_(values.view(torch.uint8))
-        return ()
 
     def decompress(
         self, first_peer: int, fixed: torch.Tensor, sections: Sequence[Sequence[StoredSection]], out: torch.Tensor

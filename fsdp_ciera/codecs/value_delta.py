@@ -1,25 +1,35 @@
 """`value_delta`: which values changed, and by how many units in the last place. A repeat gather sends nothing.
 
 sender    changed = values != own last ones
-          payload = positions | change in ulp, one byte each | exponents and remainders of larger changes
+          payload = positions | changes in ulp, a byte or half a byte each | sign+mantissa and exponents of larger changes
 receiver  ValueCache[positions] = moved or replaced;  copy ValueCache
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from fsdp_ciera.codecs.base import FloatRunCodec, StoredSection
-from fsdp_ciera.entropy import Coding, Section, code_section, decode_section
+from fsdp_ciera.codecs.moves import NIBBLE_ESCAPE, MoveReader, write_moves
+from fsdp_ciera.codecs.survey import choose_value_form
+from fsdp_ciera.entropy import Coding, SectionWriter, SymbolReader
 from fsdp_ciera.errors import CieraDecodeError
-from fsdp_ciera.kernels.reference import merge_planes, split_planes
-from fsdp_ciera.positions import code_positions, decode_positions, is_all
-
-_ESCAPE = 255  # a change that does not fit into a byte: the value itself travels
-_MOST_CHANGED = 0.5  # above this share, positions cost more than they save
+from fsdp_ciera.kernels.formats import FloatFormat, Words
+from fsdp_ciera.kernels.ops import (
+    CHUNK_VALUES,
+    Bytes,
+    ChangeFinder,
+    Merger,
+    Moves,
+    chunks_of,
+    split,
+    zeros_tensor,
+)
+from fsdp_ciera.positions import PositionWriter, most_position_bytes, position_batches
 
 
 class ValueDelta(FloatRunCodec):
@@ -27,7 +37,8 @@ class ValueDelta(FloatRunCodec):
 
     Wire, per value: 0.1 to 2 bits in the first gather after an optimizer step, 0 in the next ones. Memory: the own shard
     and every peer's once more, in the gathered dtype (2 bytes a value of bf16). Exact for every bit pattern: distances
-    are taken between bit patterns in the order of the numbers, and wrap around.
+    are taken between bit patterns in the order of the numbers, and wrap around. A distance too large for
+    its symbol travels as the value itself, a *literal*.
     """
 
     name: ClassVar[str] = "value_delta"
@@ -35,8 +46,8 @@ class ValueDelta(FloatRunCodec):
 
     def __init__(self, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> None:
         super().__init__(num_values, dtype, block_size, num_peers)
-        self._own: torch.Tensor | None = None  # bits [num_values]
-        self._value_cache: torch.Tensor | None = None  # bits [num_peers, num_values]
+        self._own: torch.Tensor | None = None  # [num_values]
+        self._value_cache: torch.Tensor | None = None  # [num_peers, num_values]
 
     @classmethod
     def cache_bytes(cls, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> int:
@@ -48,29 +59,78 @@ class ValueDelta(FloatRunCodec):
         """None: where nothing changed, nothing travels."""
         return 0
 
-    def compress(self, values: torch.Tensor, fixed: torch.Tensor) -> Sequence[Section]:
+    @property
+    def most_section_bytes(self) -> int:
+        """Positions, one byte a move, and every value as a literal."""
+        literal_bytes = self.format.remainder_bytes(self.num_values) + self.num_values
+        return most_position_bytes(self.num_values) + self.num_values + literal_bytes
+
+    def compress(self, values: torch.Tensor, fixed: torch.Tensor, sections: SectionWriter) -> None:
         """Cmp."""
-        bits = values.view(self.format.int_dtype)
-        last = self._own
-        if last is None:
-            self._own = bits.clone()
-            return Section(Coding.ALL, b""), _empty(), *self._code_literals(bits)
-        positions = (bits != last).nonzero().view(-1)
-        if len(positions) > _MOST_CHANGED * self.num_values:
-            last.copy_(bits)
-            return Section(Coding.ALL, b""), _empty(), *self._code_literals(bits)
-        fresh = bits[positions]
-        zigzag = _zigzag(_ordered(fresh) - _ordered(last[positions]))
-        fits = (zigzag >= 0) & (zigzag < _ESCAPE)
-        last[positions] = fresh
-        symbols = torch.where(fits, zigzag, zigzag.new_tensor(_ESCAPE)).to(torch.uint8)
-        return code_positions(positions), code_section(symbols), *self._code_literals(fresh[~fits])
+        words = self.format.words(values)
+        if self._own is None:
+            self._own = zeros_tensor((self.num_values,), self.dtype)
+            form, escape = Coding.ALL, NIBBLE_ESCAPE
+        else:
+            form, escape = choose_value_form(words, self.format.words(self._own), self.format)
+        own = self.format.words(self._own)
+        if form == Coding.PLAIN:
+            self._compress_sparse(words, own, escape, sections)
+        elif form == Coding.DENSE:
+            self._compress_dense(words, own, escape, sections)
+        else:
+            sections.empty(Coding.ALL)
+            sections.empty()
+            write_literals(sections, words, self.format, copy=own)
+
+    def _compress_sparse(self, words: Words, own: Words, escape: int, sections: SectionWriter) -> None:
+        """Positions, moves and literals of the values that changed; one pass over words and own."""
+        most = min(CHUNK_VALUES, self.num_values)
+        positions, finder, moves = PositionWriter(self.num_values), ChangeFinder(most), Moves(self.format, most, escape)
+        symbols: list[Bytes] = []
+        literals: list[Words] = []
+        for chunk in chunks_of(self.num_values):
+            now, last = words[chunk], own[chunk]
+            if not finder.compare(now, last):
+                continue
+            changed = finder.positions()
+            if 4 * finder.count < len(now):
+                fresh = now[changed]
+                moved = moves.encode(fresh, last[changed]).copy()
+                literals.append(fresh[np.flatnonzero(moved == escape)])
+                last[changed] = fresh
+            else:  # going through all values costs less than picking out that many
+                moved = moves.encode(now, last)[changed]
+                literals.append(now[changed[np.flatnonzero(moved == escape)]])
+                np.copyto(last, now)
+            positions.add(chunk.start, changed, finder.bitmap())
+            symbols.append(moved)
+        positions.write(sections)
+        whole = np.concatenate(symbols) if symbols else np.empty(0, np.uint8)
+        write_moves(sections, lambda: [whole], positions.count, escape)
+        write_literals(sections, np.concatenate(literals) if literals else words[:0], self.format)
+
+    def _compress_dense(self, words: Words, own: Words, escape: int, sections: SectionWriter) -> None:
+        """A move for every value, and the literals among them."""
+        moves = Moves(self.format, min(CHUNK_VALUES, self.num_values), escape)
+        literals: list[Words] = []
+
+        def symbols() -> Iterator[Bytes]:
+            literals.clear()
+            for chunk in chunks_of(self.num_values):
+                moved = moves.encode(words[chunk], own[chunk])
+                literals.append(words[chunk][np.flatnonzero(moved == escape)])
+                yield moved
+
+        sections.empty(Coding.DENSE)
+        write_moves(sections, symbols, self.num_values, escape)
+        write_literals(sections, np.concatenate(literals), self.format)
+        np.copyto(own, words)
 
     def prepare(self) -> None:
         """PreDecmp: the cache, on first use."""
         if self._value_cache is None:
-            shape = (self.num_peers, self.num_values)
-            self._value_cache = torch.zeros(shape, dtype=self.format.int_dtype)
+            self._value_cache = zeros_tensor((self.num_peers, self.num_values), self.dtype)
 
     def decompress(
         self, first_peer: int, fixed: torch.Tensor, sections: Sequence[Sequence[StoredSection]], out: torch.Tensor
@@ -78,55 +138,79 @@ class ValueDelta(FloatRunCodec):
         """Decmp."""
         assert self._value_cache is not None
         cache = self._value_cache[first_peer : first_peer + len(sections)]
-        for peer, (where, moves, exponents, remainders) in enumerate(sections):
-            if is_all(where):
-                cache[peer] = self._decode_literals(exponents, remainders, self.num_values)
+        for row, (where, what, remainders, exponents) in zip(self.format.words(cache), sections, strict=True):
+            if all(one.coding == Coding.PLAIN and not len(one.data) for one in (where, what, remainders, exponents)):
                 continue
-            positions = decode_positions(where, self.num_values)
-            if not len(positions):
-                continue
-            symbols = decode_section(moves.coding, moves.data, len(positions))
-            fresh = _ordered(_ordered(cache[peer][positions]) + _unzigzag(symbols.to(self.format.int_dtype)))
-            literal = symbols == _ESCAPE
-            num_literals = int(literal.sum())
-            if num_literals:
-                fresh[literal] = self._decode_literals(exponents, remainders, num_literals)
-            cache[peer][positions] = fresh
-        out.view(self.format.int_dtype).copy_(cache)
+            if where.coding == Coding.ALL:
+                where.check_empty()
+                what.check_empty()
+                read_literals(remainders, exponents, self.format, row)
+            else:
+                self._move(row, where, what, remainders, exponents)
+        integers = self.format.int_dtype  # copied as integers: float copies may quiet signalling NaNs on some devices
+        out.view(integers).copy_(cache.view(integers))
+
+    def _move(
+        self, row: Words, where: StoredSection, what: StoredSection, remainders: StoredSection, exponents: StoredSection
+    ) -> None:
+        """Applies moves and literals to the values of one peer [num_values]."""
+        num_literals = self.format.num_values_of(len(remainders.data))
+        if num_literals is None or num_literals > self.num_values:
+            raise CieraDecodeError(f"{len(remainders.data)} bytes of remainders belong to no number of literals")
+        literals = np.empty(num_literals, row.dtype)
+        read_literals(remainders, exponents, self.format, literals)
+        reader = MoveReader(what, most_moves=self.num_values)
+        moves = Moves(self.format, min(CHUNK_VALUES, self.num_values), reader.escape)
+        num_used = 0
+
+        def moved(last: Words) -> Words:
+            nonlocal num_used
+            symbols = reader.read(len(last))
+            fresh = np.empty_like(last)
+            moves.decode(last, symbols, fresh)
+            escapes = np.flatnonzero(symbols == reader.escape)
+            if num_used + len(escapes) > num_literals:
+                raise CieraDecodeError(f"moves ask for more literals than the {num_literals} that there are")
+            fresh[escapes] = literals[num_used : num_used + len(escapes)]
+            num_used += len(escapes)
+            return fresh
+
+        if where.coding == Coding.DENSE:
+            where.check_empty()
+            for chunk in chunks_of(self.num_values):
+                row[chunk] = moved(row[chunk])
+        else:
+            for positions in position_batches(where, self.num_values):
+                row[positions] = moved(row[positions])
+        reader.finish()
+        if num_used != num_literals:
+            raise CieraDecodeError(f"moves ask for {num_used} of {num_literals} literals")
 
     def forget(self) -> None:
         """Empties both caches."""
         self._own = self._value_cache = None
 
-    def _code_literals(self, bits: torch.Tensor) -> tuple[Section, Section]:
-        if not len(bits):
-            return _empty(), _empty()
-        exponents, remainder = split_planes(bits.view(1, -1).view(self.dtype), self.format)
-        return code_section(exponents[0], self.format.exponent_bits), Section(Coding.PLAIN, remainder[0])
 
-    def _decode_literals(self, exponents: StoredSection, remainders: StoredSection, num_values: int) -> torch.Tensor:
-        if len(remainders.data) != self.format.remainder_bytes(num_values) or remainders.coding != Coding.PLAIN:
-            raise CieraDecodeError(f"{len(remainders.data)} bytes of remainders stand where {num_values} values belong")
-        decoded = decode_section(exponents.coding, exponents.data, num_values, self.format.exponent_bits)
-        remainder = torch.from_numpy(remainders.data)
-        return merge_planes(decoded.view(1, -1), remainder.view(1, -1), self.format)[0].view(self.format.int_dtype)
+def write_literals(sections: SectionWriter, words: Words, fmt: FloatFormat, copy: Words | None = None) -> None:
+    """Two sections of words [n]: their remainders, plain, and their exponents. Also copies them into `copy` [n]."""
+    plane = sections.reserve(fmt.remainder_bytes(len(words)))
 
+    def exponents() -> Iterator[Bytes]:
+        for chunk, part in split(words, fmt, plane):
+            if copy is not None:
+                copy[chunk] = words[chunk]
+            yield part
 
-def _empty() -> Section:
-    return Section(Coding.PLAIN, b"")
+    sections.code(exponents, len(words), fmt.exponent_bits)
 
 
-def _ordered(bits: torch.Tensor) -> torch.Tensor:
-    """Bit patterns of floats <-> integers in the order of the numbers (its own inverse): the lower bits of negatives flip."""
-    num_bits = 8 * bits.element_size()
-    return bits ^ ((bits >> (num_bits - 1)) & ((1 << (num_bits - 1)) - 1))
-
-
-def _zigzag(change: torch.Tensor) -> torch.Tensor:
-    """0, -1, 1, -2, ... -> 0, 1, 2, 3, ...; wraps, so large changes may come out negative."""
-    return (change << 1) ^ (change >> (8 * change.element_size() - 1))
-
-
-def _unzigzag(symbols: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_zigzag` for numbers of a byte."""
-    return (symbols >> 1) ^ -(symbols & 1)
+def read_literals(remainders: StoredSection, exponents: StoredSection, fmt: FloatFormat, out: Words) -> None:
+    """The inverse: fills `out` [n]. Raises `CieraDecodeError` unless the sections hold n literals."""
+    if remainders.coding != Coding.PLAIN or len(remainders.data) != fmt.remainder_bytes(len(out)):
+        raise CieraDecodeError(f"{len(remainders.data)} bytes of remainders stand where {len(out)} values belong")
+    reader = SymbolReader(exponents, len(out), symbol_bits=fmt.exponent_bits)
+    merger = Merger(fmt, len(out))
+    for chunk in chunks_of(len(out)):
+        part = reader.read(chunk.stop - chunk.start)
+        merger.merge(part[None], remainders.data[None], chunk, out[None, chunk])
+    reader.finish()

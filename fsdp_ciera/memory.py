@@ -1,0 +1,318 @@
+"""`estimate_memory`: what a policy will cost in memory, before anything is allocated or sent.
+
+The groups are those that FSDP2 has made, or would make; what they cost and which codecs they get is asked of
+fsdp_ciera.plan and fsdp_ciera.layout, which decide it for live gathers too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import Any, cast
+
+import torch
+from rich.table import Table
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_ciera._compat import (
+    FSDPModule,
+    FSDPParamGroup,
+    gather_ranks,
+    names_are_known,
+    param_groups,
+    shard_world_size,
+    sharded_parameters,
+)
+from fsdp_ciera.codecs import CODECS
+from fsdp_ciera.errors import CieraPolicyError
+from fsdp_ciera.layout import Layout
+from fsdp_ciera.plan import GroupShape, Span, choose_codecs, shape_of, spans_of
+from fsdp_ciera.policy import CieraPolicy
+from fsdp_ciera.topology import check_node_size
+from fsdp_ciera.wire import TABLE_ENTRY_BYTES
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on each rank that a policy costs a model, beyond what stock FSDP2 takes."""
+
+    world_size: int
+    cache_bytes: int = 0
+    """All caches, once every group has been gathered forward and backward: what `stats(model).cache_bytes` will say."""
+    by_category: dict[str, int] = field(default_factory=dict)
+    """The caches by shard category; they add up to `cache_bytes`."""
+    by_codec: dict[str, int] = field(default_factory=dict)
+    """The caches by codec, with 0 for codecs that are used and cache nothing; they add up to `cache_bytes`."""
+    shard_bytes_by_codec: dict[str, int] = field(default_factory=dict)
+    """Bytes of local shards, as gathered, that travel by each codec: how much of the model a budget leaves raw."""
+    buffer_bytes: int = 0
+    """Most that one gather holds besides caches and output: the payloads of all ranks that exchange them, as if none
+    of them were smaller than raw, the own one where it was made, and what a hierarchical gather holds in addition. Gone
+    when it ends. Not counted is what the backend takes, as in stock FSDP2: gloo copies what it gathers once more."""
+    gathered_bytes: int = 0
+    """The largest group, gathered: what stock FSDP2 allocates for it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain JSON values."""
+        return asdict(self)
+
+    def table(self, title: str = "fsdp_ciera: memory of each rank") -> Table:
+        """The caches by category and codec, and the buffers, as a rich table."""
+        table = Table(title=title)
+        table.add_column("")
+        table.add_column("shards MiB", justify="right")
+        table.add_column("caches MiB", justify="right")
+        for category, num_bytes in self.by_category.items():
+            table.add_row(f"category: {category}", "", _mib(num_bytes))
+        table.add_section()
+        for codec, num_bytes in self.by_codec.items():
+            table.add_row(f"codec: {codec}", _mib(self.shard_bytes_by_codec[codec]), _mib(num_bytes))
+        table.add_section()
+        table.add_row("all", _mib(sum(self.shard_bytes_by_codec.values())), _mib(self.cache_bytes))
+        table.add_row("buffers while the largest group is gathered", "", _mib(self.buffer_bytes))
+        return table
+
+    def __str__(self) -> str:
+        if self.world_size == 1:
+            return "fsdp_ciera: no memory, since nothing is gathered (world_size is 1)"
+        codecs = ", ".join(f"{codec} {_mib(num_bytes)}" for codec, num_bytes in self.by_codec.items())
+        return (
+            f"fsdp_ciera: {_mib(self.cache_bytes)} MiB of caches on each of {self.world_size} ranks ({codecs}), and at "
+            f"most {_mib(self.buffer_bytes)} MiB while a group is gathered"
+        )
+
+
+def estimate_memory(
+    model: nn.Module,
+    policy: CieraPolicy,
+    world_size: int,
+    *,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+    units: Sequence[nn.Module | Sequence[nn.Module]] | None = None,
+) -> MemoryEstimate:
+    """What `policy` costs each of `world_size` ranks that share the parameters of `model`, on any device or on "meta".
+
+    A model that is not sharded yet is taken as FSDP2 would shard it: `units` in groups of their own (default: the entries
+    of the outermost lists of two or more modules of one class, that is the layers; a list of modules is one group) and
+    the rest in the root's; gathered as `mp_policy.param_dtype` (default: the parameters' own); with an int for
+    `reshard_after_forward`, all but the root are gathered over that many ranks in backward, as rank 0 sees it. HSDP: give
+    the size of the shard dimension. A model under FSDP2 has all that already, so these three are not looked at then; ask
+    between steps, when parameters are sharded. The plan is the one that `attach(model, policy)` will make.
+
+    Allocates nothing on the model's device and communicates nothing; a model that is not sharded needs no process group.
+    Cost: some microseconds a parameter. Raises `CieraPolicyError` for arguments that are not allowed, or a
+    `world_size` that is not that of a sharded model.
+    """
+    if not isinstance(policy, CieraPolicy):
+        raise CieraPolicyError(f"policy={policy!r} must be a fsdp_ciera.CieraPolicy, for example CieraPolicy.paper()")
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise CieraPolicyError(f"world_size={world_size!r} must be an int of at least 1")
+    check_node_size(policy)
+    roots = list(_fsdp_roots(model))
+    if roots:
+        shapes_of_roots = [list(_live_shapes(root, policy)) for root in roots]
+        found = max((shape.world_size for shapes in shapes_of_roots for shape in shapes), default=1)
+        if found != world_size:
+            raise CieraPolicyError(
+                f"world_size={world_size}, but the parameters of {type(model).__name__} are sharded over {found} ranks "
+                f"(with HSDP the shard dimension counts): call estimate_memory(model, policy, {found})"
+            )
+    else:
+        cast_dtype = None if mp_policy is None else mp_policy.param_dtype
+        part = _part_size(reshard_after_forward, world_size)
+        shapes_of_roots = [list(_future_shapes(model, policy, world_size, cast_dtype, part, units))]
+    plans = [
+        (shape, codecs)
+        for shapes in shapes_of_roots  # every FSDP root has the whole budget
+        for shape, codecs in zip(shapes, choose_codecs(shapes, policy, policy.cache_budget_bytes), strict=True)
+    ]
+    return _estimate(plans, policy, world_size)
+
+
+def _estimate(
+    plans: Iterable[tuple[GroupShape, Sequence[str]]], policy: CieraPolicy, world_size: int
+) -> MemoryEstimate:
+    by_category: dict[str, int] = {}
+    by_codec: dict[str, int] = {}
+    shard_bytes: dict[str, int] = {}
+    buffer_bytes = gathered_bytes = 0
+    for shape, codecs in plans:
+        for span, layout in shape.layouts(codecs):
+            buffer_bytes = max(buffer_bytes, _buffer_bytes(span, layout, policy.block_size))
+            for run in layout.runs:
+                cached = CODECS[run.codec].cache_bytes(
+                    run.num_values, shape.dtype, policy.block_size, span.cut.num_nodes - 1
+                )
+                by_category[run.category] = by_category.get(run.category, 0) + cached
+                by_codec[run.codec] = by_codec.get(run.codec, 0) + cached
+        if shape.spans:
+            gathered_bytes = max(gathered_bytes, shape.world_size * shape.shard_bytes)
+            for codec, size in zip(codecs, shape.sizes, strict=True):
+                shard_bytes[codec] = shard_bytes.get(codec, 0) + size * shape.dtype.itemsize
+    return MemoryEstimate(
+        world_size, sum(by_codec.values()), by_category, by_codec, shard_bytes, buffer_bytes, gathered_bytes
+    )
+
+
+def _buffer_bytes(span: Span, layout: Layout, block_size: int) -> int:
+    """What fsdp_ciera.exchange holds at most: a payload is as large as the shard, its section tables and block bitmaps."""
+    shard_bytes = layout.num_values * layout.dtype.itemsize
+    own = everyones = 0
+    if not layout.is_raw:
+        own = shard_bytes + sum(
+            CODECS[run.codec].num_sections * TABLE_ENTRY_BYTES + -(-run.num_values // (8 * block_size))
+            for run in layout.runs
+        )
+        everyones = span.cut.num_nodes * own
+    if span.cut.is_flat:
+        return own + everyones
+    column = span.cut.num_nodes * shard_bytes
+    # the payloads of all are gone when columns are gathered
+    return own + column + max(everyones, span.cut.ranks_per_node * column)
+
+
+# A model under FSDP2
+
+
+def _fsdp_roots(model: nn.Module) -> Iterator[nn.Module]:
+    """The FSDP modules that are in no other one."""
+    if isinstance(model, FSDPModule):
+        yield cast(nn.Module, model)
+        return
+    for child in model.children():
+        yield from _fsdp_roots(child)
+
+
+def _live_shapes(root: nn.Module, policy: CieraPolicy) -> Iterator[GroupShape]:
+    """The groups under an FSDP root, in the order in which it lists them."""
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    groups = {id(group): group for m in root.modules() if isinstance(m, FSDPModule) for group in param_groups(m)}
+    for group in groups.values():
+        yield shape_of(group, policy) if names_are_known(group) else _shape_before_forward(group, names, policy)
+
+
+def _shape_before_forward(group: FSDPParamGroup, names: dict[int, str], policy: CieraPolicy) -> GroupShape:
+    """The shape that a group will have once its root has run its first forward; before, FSDP2 has settled no dtype."""
+    parameters = sharded_parameters(group)
+    return _shape(
+        [names[id(parameter)] for parameter, _, _ in parameters],
+        [size for _, size, _ in parameters],
+        [_gathered_dtype(parameter.dtype, cast_dtype) for parameter, _, cast_dtype in parameters],
+        shard_world_size(group),
+        spans_of(gather_ranks(group), policy),
+    )
+
+
+# A model that is not sharded yet
+
+
+def _part_size(reshard_after_forward: bool | int | None, world_size: int) -> int | None:
+    """The ranks that a backward gather spans when they are fewer than all; `None` when there is no such stream."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return None
+    part = reshard_after_forward
+    if not isinstance(part, int) or part < 1 or world_size % part:
+        raise CieraPolicyError(
+            f"reshard_after_forward={part!r} must be a bool, None or a divisor of the world_size, which is {world_size}"
+        )
+    return part if 1 < part < world_size else None
+
+
+def _future_shapes(
+    model: nn.Module,
+    policy: CieraPolicy,
+    world_size: int,
+    cast_dtype: torch.dtype | None,
+    part: int | None,
+    units: Sequence[nn.Module | Sequence[nn.Module]] | None,
+) -> Iterator[GroupShape]:
+    """The groups that FSDP2 would make, in the order in which the root will list them: its own first."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    whole = list(range(world_size))
+    spans = spans_of([whole], policy)
+    unit_spans = spans if part is None else spans_of([whole, whole[:part]], policy)
+    position = {id(module): index for index, module in enumerate(model.modules())}
+    groups = [
+        [unit] if isinstance(unit, nn.Module) else list(unit) for unit in (_layers(model) if units is None else units)
+    ]
+    owners = {id(module) for group in groups for module in group}
+    if not owners <= position.keys():
+        raise CieraPolicyError(f"units={units!r} must be modules of the model, or lists of them")
+    groups.sort(key=lambda group: min(position[id(module)] for module in group))
+    seen: set[int] = set()  # a parameter that several modules share is gathered once
+    owned = [_managed_parameters(group, owners, seen) for group in groups]
+    rest = [] if id(model) in owners else _managed_parameters([model], owners, seen)
+    for parameters, its_spans in ((rest, spans), *((one, unit_spans) for one in owned)):
+        if parameters:
+            yield _shape(
+                [names[id(parameter)] for parameter in parameters],
+                [_padded_shard_size(parameter, world_size) for parameter in parameters],
+                [_gathered_dtype(parameter.dtype, cast_dtype) for parameter in parameters],
+                world_size,
+                its_spans,
+            )
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The entries of the outermost lists of at least two modules of one class; experts inside a layer are none."""
+    entries = list(module.children())
+    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    if is_list and len(entries) >= 2 and len({type(entry) for entry in entries}) == 1:
+        yield from entries
+    else:
+        for entry in entries:
+            yield from _layers(entry)
+
+
+def _managed_parameters(group: Sequence[nn.Module], owners: set[int], seen: set[int]) -> list[nn.Parameter]:
+    """What FSDP2 puts into the group of these modules, in its order: children first, other units left out."""
+    roots = {id(module) for module in group}
+    visited: set[int] = set()
+    found: list[nn.Parameter] = []
+
+    def visit(module: nn.Module) -> None:
+        if id(module) in visited or (id(module) in owners and id(module) not in roots):
+            return
+        visited.add(id(module))
+        for child in module.children():
+            visit(child)
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                found.append(parameter)
+
+    for module in group:
+        visit(module)
+    return found
+
+
+def _padded_shard_size(parameter: nn.Parameter, world_size: int) -> int:
+    """Values of the local shard: FSDP2 cuts dimension 0, of the local part where tensor parallelism has cut before."""
+    shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+    return -(-shape[0] // world_size) * prod(shape[1:]) if shape else 1
+
+
+# Both
+
+
+def _gathered_dtype(own: torch.dtype, cast_dtype: torch.dtype | None) -> torch.dtype:
+    """FSDP2 casts floating-point parameters only."""
+    return cast_dtype if cast_dtype is not None and own.is_floating_point else own
+
+
+def _shape(
+    names: Sequence[str], sizes: Sequence[int], dtypes: Sequence[torch.dtype], world_size: int, spans: tuple[Span, ...]
+) -> GroupShape:
+    """A group of several dtypes is gathered as bytes."""
+    if len(set(dtypes)) == 1:
+        return GroupShape(tuple(names), tuple(sizes), dtypes[0], world_size, spans)
+    num_bytes = [size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
+    return GroupShape(tuple(names), tuple(num_bytes), torch.uint8, world_size, spans)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f}"
