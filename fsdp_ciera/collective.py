@@ -25,7 +25,7 @@ from fsdp_ciera._compat import (
     param_names_and_sizes,
 )
 from fsdp_ciera.exchange import Outcome, Result, exchange_payloads
-from fsdp_ciera.kernels.reference import checksum
+from fsdp_ciera.kernels.ops import checksum
 from fsdp_ciera.layout import build_layout
 from fsdp_ciera.plan import codecs_of
 from fsdp_ciera.policy import CieraPolicy

@@ -60,6 +60,12 @@ class StoredSection(NamedTuple):
         if len(self.data):
             raise CieraDecodeError(f"a section of coding {self.coding} has {len(self.data)} bytes where none belong")
 
+    def check_nothing(self) -> None:
+        """Raises `CieraDecodeError` when it says anything: it must be plain and empty."""
+        if self.coding != Coding.PLAIN:
+            raise CieraDecodeError(f"a section of coding {self.coding} stands where none belongs")
+        self.check_empty()
+
 
 class Form(NamedTuple):
     """One way to store a section: its bytes, and what to call them uncoded and as a zstd frame."""

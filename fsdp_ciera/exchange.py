@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fsdp_ciera._compat import all_gather_flat
 from fsdp_ciera.errors import CieraPeerError
+from fsdp_ciera.kernels.ops import empty_bytes
 from fsdp_ciera.lockstep import Encoded
 from fsdp_ciera.sizes import DOUBT
 from fsdp_ciera.stream import Stream
@@ -67,7 +68,7 @@ def exchange_payloads(
     groups = node_groups_of(stream.group, cut)
     item_bytes = layout.dtype.itemsize
     column_bytes = cut.num_nodes * layout.num_values * item_bytes
-    column = torch.empty(column_bytes + MARK_BYTES, dtype=torch.uint8)  # and how this rank fared
+    column = torch.from_numpy(empty_bytes(column_bytes + MARK_BYTES))  # and how this rank fared
     shards = column[:column_bytes].view(layout.dtype).view(cut.num_nodes, layout.num_values)
     own = shards[cut.node_of(stream.rank)]
     own.copy_(local)
@@ -75,7 +76,7 @@ def exchange_payloads(
     result = _between_nodes(stream, encoded, sizes, shards, own, mark, own_mark, groups.between_nodes)
     column[column_bytes:] = int(result.outcome)
     with stream.state.stage("InNode"):
-        columns = torch.empty(cut.ranks_per_node, column.numel(), dtype=torch.uint8)
+        columns = torch.from_numpy(empty_bytes(cut.ranks_per_node * column.numel())).view(cut.ranks_per_node, -1)
         all_gather_flat(columns.view(-1), column, groups.in_node, async_op=False)
     result.sent_in_node_bytes = (cut.ranks_per_node - 1) * column.numel()
     outcomes = columns[:, -1].tolist()
@@ -110,7 +111,7 @@ def _between_nodes(
             all_gather_flat(output.view(-1).view(torch.uint8), local.view(torch.uint8), group, async_op=False)
         return Result(Outcome.DECODED, None, num_peers * padded_bytes, 0)
     row_bytes = padded_bytes + (0 if mark is None else MARK_BYTES)
-    payloads = torch.empty(len(sizes), row_bytes, dtype=torch.uint8)
+    payloads = torch.from_numpy(empty_bytes(len(sizes) * row_bytes)).view(len(sizes), row_bytes)
     if row_bytes:  # the same on all ranks: where nothing changed anywhere, nothing moves
         payload = _marked(encoded, row_bytes, mark, own_mark)
         with state.stage("AllGather"):

@@ -40,7 +40,10 @@ class PositionWriter:
         self._last = -1
 
     def add(self, start: int, positions: npt.NDArray[np.int64], bitmap: Bytes) -> None:
-        """Changed positions of the chunk that begins at value `start` (a multiple of 8), counted from there."""
+        """Changed positions among the values from `start` on, counted from there.
+
+        In `bitmap` the first bit stands for value start // 8 * 8.
+        """
         if not len(positions):
             return
         self.count += len(positions)
@@ -53,16 +56,27 @@ class PositionWriter:
             self._gaps.append(gaps)
         self._last = start + int(positions[-1])
 
-    def write(self, sections: SectionWriter) -> None:
-        """Adds the section. Cost: a zstd pass over the gaps, the bitmap (an eighth of a byte a value), or both."""
-        bitmap_bytes = packed_bytes(self.num_values, 1)
+    def add_some(self, start: int, positions: npt.NDArray[np.int64], num_values: int) -> None:
+        """Changed positions among the `num_values` values from `start` on, counted from there; makes the bitmap."""
+        if len(positions):
+            spare = start % 8
+            mask = np.zeros(spare + num_values, np.bool_)
+            mask[positions + spare] = True
+            self.add(start, positions, np.packbits(mask, bitorder="little"))
+
+    def write(self, sections: SectionWriter, num_values: int | None = None) -> None:
+        """Adds the section. Cost: a zstd pass over the gaps, the bitmap (an eighth of a byte a value), or both.
+
+        `num_values` is how many values there were, when it was not known beforehand but as a limit.
+        """
+        bitmap_bytes = packed_bytes(self.num_values if num_values is None else num_values, 1)
         forms = []
         if self._num_gap_bytes <= bitmap_bytes:
             forms.append(Form(np.concatenate(self._gaps) if self._gaps else np.empty(0, np.uint8)))
         if bitmap_bytes < _BITMAP_PLAUSIBLE * self._num_gap_bytes:
             bitmap = np.zeros(bitmap_bytes, np.uint8)
             for start, part in self._bitmaps:
-                bitmap[start : start + len(part)] = part
+                bitmap[start : start + len(part)] |= part
             forms.append(Form(bitmap, Coding.BITMAP, Coding.BITMAP_ZSTD))
         sections.code_smallest(forms)
 
@@ -96,6 +110,35 @@ def position_batches(section: StoredSection, num_values: int) -> Iterator[npt.ND
     if section.coding in (Coding.BITMAP, Coding.BITMAP_ZSTD):
         return _from_bitmap(section, num_values)
     return _from_gaps(section, num_values)
+
+
+class PositionReader:
+    """Gives the positions of a section piece by piece. Raises `CieraDecodeError` as `position_batches`."""
+
+    def __init__(self, section: StoredSection, num_values: int) -> None:
+        self._batches = position_batches(section, num_values)
+        self._left: npt.NDArray[np.int64] = np.empty(0, np.int64)
+
+    def below(self, limit: int) -> npt.NDArray[np.int64]:
+        """The next positions, as far as they are below `limit`."""
+        found = []
+        while True:
+            end = int(np.searchsorted(self._left, limit))
+            found.append(self._left[:end])
+            self._left = self._left[end:]
+            if len(self._left):
+                break
+            batch = next(self._batches, None)
+            if batch is None:
+                break
+            self._left = batch
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def finish(self) -> None:
+        """Checks that all positions were given."""
+        assert not len(self._left), "positions below the number of values are given by then"
+        for _ in self._batches:
+            raise CieraDecodeError("a list of changed values goes on behind the last of them")
 
 
 def _from_gaps(section: StoredSection, num_values: int) -> Iterator[npt.NDArray[np.int64]]:

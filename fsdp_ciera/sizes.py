@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fsdp_ciera._compat import all_gather_bytes
 from fsdp_ciera.handshake import Agreement, settle
-from fsdp_ciera.kernels.reference import checksum
+from fsdp_ciera.kernels.ops import checksum
 from fsdp_ciera.lockstep import Encoded
 from fsdp_ciera.stream import Stream
 from fsdp_ciera.wire import (

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fsdp_ciera._compat import all_gather_bytes, all_gather_flat
 from fsdp_ciera.errors import CieraVerifyError
 from fsdp_ciera.kernels.formats import FORMATS
-from fsdp_ciera.kernels.reference import checksum
+from fsdp_ciera.kernels.ops import checksum
 
 _NO_DIFFERENCE, _COULD_NOT_DECODE = -1, -2
 _REPORT = np.dtype([("sender", "<i8"), ("index", "<i8"), ("got", "<u8"), ("expected", "<u8")])

@@ -101,3 +101,56 @@ class Moves:
         np.right_shift(signed, self._sign_bit, out=out)
         np.bitwise_and(out, (1 << self._sign_bit) - 1, out=out)
         np.bitwise_xor(out, signed, out=out)
+
+
+class SizeFinder:
+    """Tells small values from large ones by their exponents; holds the scratch for up to `most_values` values.
+
+    A value is small when its exponent is below a *boundary* of at least 1 (zeros and denormals have exponent 0).
+    """
+
+    def __init__(self, fmt: FloatFormat, most_values: int, boundary: int) -> None:
+        self._doubled = np.empty(most_values, f"<u{fmt.item_bytes}")
+        self._limit = self._doubled.dtype.type(boundary << (fmt.mantissa_bits + 1))
+        self._mask = np.zeros(-(-most_values // 64) * 64, np.bool_)
+        self._size = 0
+
+    def look_at(self, words: Words) -> int:
+        """Words [n] -> how many of them are small. Keeps which, for the other methods."""
+        self._mask[len(words) : self._size] = False
+        self._size = len(words)
+        doubled = np.add(words, words, out=self._doubled[: self._size])  # the sign falls off
+        return int(np.count_nonzero(np.less(doubled, self._limit, out=self._mask[: self._size])))
+
+    def is_small(self) -> npt.NDArray[np.bool_]:
+        """bool [n], valid until the next look."""
+        return self._mask[: self._size]
+
+    def num_small_before(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """int64 [k] -> how many small values stand before each position.
+
+        Cost: a pass over n or, for few positions, over n / 64 words and some over k.
+        """
+        if 16 * len(positions) > self._size:
+            up_to = np.cumsum(self.is_small(), dtype=np.int32).take(positions).astype(np.int64)
+            up_to -= self.is_small().take(positions)
+            return up_to
+        bits = np.packbits(self._mask[: -(-self._size // 64) * 64], bitorder="little").view("<u8")
+        before = np.zeros(len(bits), np.int64)
+        np.cumsum(np.bitwise_count(bits[:-1]), out=before[1:])
+        word = positions >> 6
+        lower = (np.uint64(1) << (positions & 63).astype(np.uint64)) - np.uint64(1)
+        ranks: npt.NDArray[np.int64] = before[word] + np.bitwise_count(bits[word] & lower)
+        return ranks
+
+    def positions_of(
+        self, small_ranks: npt.NDArray[np.int64], large_ranks: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Where the small values with these ranks among the small ones stand, and the large ones with those: int64 [k] each."""
+        small = np.flatnonzero(self.is_small()) if len(small_ranks) or len(large_ranks) else np.empty(0, np.int64)
+        if 16 * len(large_ranks) > self._size:
+            return small[small_ranks], np.flatnonzero(~self.is_small())[large_ranks]
+        large_before = small - np.arange(
+            len(small)
+        )  # a few are looked up: as many small values stand before a large one
+        return small[small_ranks], large_ranks + np.searchsorted(large_before, large_ranks, side="right")

@@ -7,7 +7,7 @@ for bit with `reference`, the readable torch form; tests/test_kernels_reference.
 from __future__ import annotations
 
 from fsdp_ciera.kernels.bits import pack_bits, pack_nibbles, unpack_bits, unpack_nibbles
-from fsdp_ciera.kernels.changes import ChangeFinder, Moves
+from fsdp_ciera.kernels.changes import ChangeFinder, Moves, SizeFinder
 from fsdp_ciera.kernels.hashing import BlockHasher
 from fsdp_ciera.kernels.memory import Bytes, empty_bytes, zeros_tensor
 from fsdp_ciera.kernels.planes import CHUNK_VALUES, Merger, chunks_of, merge_rows, split
@@ -20,6 +20,7 @@ __all__ = [
     "ChangeFinder",
     "Merger",
     "Moves",
+    "SizeFinder",
     "checksum",
     "chunks_of",
     "empty_bytes",

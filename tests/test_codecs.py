@@ -8,15 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_ciera.codecs import CODECS, StoredSection
-from fsdp_ciera.entropy import Coding, Form, SectionWriter, SymbolReader
+from fsdp_ciera.codecs import CODECS
+from fsdp_ciera.entropy import Coding, Form, SectionWriter
 from fsdp_ciera.errors import CieraDecodeError
 from fsdp_ciera.kernels.formats import FORMATS
 from fsdp_ciera.kernels.ops import CHUNK_VALUES
 from fsdp_ciera.layout import Layout, build_layout
 from fsdp_ciera.lockstep import LockstepState
-from fsdp_ciera.positions import gap_symbols, position_batches
-from fsdp_ciera.wire import read_sections, table_start, write_table
+from fsdp_ciera.positions import gap_symbols
+from fsdp_ciera.wire import read_sections, write_table
 
 NAMES = ["self_attn.q_proj.weight", "mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -112,7 +112,7 @@ def test_value_delta_sends_nothing_when_nothing_changed(dtype: torch.dtype) -> N
     assert gather(states, shards) == [0, 0, 0]
     shards[1, 7] = -shards[1, 7]
     sizes = gather(states, shards)
-    assert sizes[0] == sizes[2] == 0 < sizes[1] < 100
+    assert sizes[0] == sizes[2] == 0 < sizes[1] < 2 * 7 * 8 + 8  # two tables of 7 sections, and a few bytes
 
 
 @pytest.mark.parametrize(
@@ -128,36 +128,6 @@ def test_bits_a_value_after_a_small_step(codec: str, most_bits: float) -> None:
     assert 0.01 < 8 * gather(states, master.bfloat16())[0] / num_values < most_bits
 
 
-def test_positions_worked_example() -> None:
-    gaps = gap_symbols(np.array([2, 3, 300]))
-    assert gaps.tolist() == [2, 0, 255, 41]
-    section = StoredSection(Coding.PLAIN, gaps)
-    assert [batch.tolist() for batch in position_batches(section, 400)] == [[2, 3, 300]]
-    with pytest.raises(CieraDecodeError, match="ends at 300 of 300 values"):
-        list(position_batches(section, 300))
-    with pytest.raises(CieraDecodeError, match="marks none"):
-        list(position_batches(StoredSection(Coding.PLAIN, gaps[:3]), 400))
-
-
-@pytest.mark.parametrize("share", [0.001, 0.1, 0.7])
-@pytest.mark.parametrize("as_bitmap", [False, True])
-def test_positions_of_more_than_a_batch(share: float, as_bitmap: bool) -> None:
-    num_values = 2 * CHUNK_VALUES + 77
-    mask = np.random.default_rng(0).random(num_values) < share
-    mask[-1] = True
-    data = np.packbits(mask, bitorder="little") if as_bitmap else gap_symbols(np.flatnonzero(mask))
-    section = StoredSection(Coding.BITMAP if as_bitmap else Coding.PLAIN, data)
-    batches = [batch.copy() for batch in position_batches(section, num_values)]
-    assert max(map(len, batches)) <= CHUNK_VALUES
-    assert np.array_equal(np.concatenate(batches), np.flatnonzero(mask))
-
-
-def test_a_damaged_bitmap_is_refused() -> None:
-    for bitmap in ([255, 255], [255], [255, 1, 0]):  # 9 values: bits behind the last, a byte too few, one too many
-        with pytest.raises(CieraDecodeError):
-            list(position_batches(StoredSection(Coding.BITMAP, np.array(bitmap, np.uint8)), 9))
-
-
 FORMS = {
     # name: (codings of positions, codings of moves) that value_delta takes for it, of 20,000 values
     "few": ({Coding.PLAIN, Coding.ZSTD}, {Coding.NIBBLES, Coding.NIBBLES_ZSTD}),
@@ -165,7 +135,10 @@ FORMS = {
     "clusters": ({Coding.BITMAP_ZSTD}, {Coding.NIBBLES_ZSTD}),
     "most": ({Coding.DENSE}, {Coding.NIBBLES_ZSTD}),
     "far": ({Coding.DENSE}, {Coding.ZSTD}),
+    "noisy": ({Coding.DENSE}, {Coding.PLAIN}),  # moves that zstd cannot shrink, and literals
     "some replaced": ({Coding.DENSE}, {Coding.NIBBLES_ZSTD, Coding.ZSTD}),
+    "mostly small ones": ({Coding.ZSTD}, {Coding.NIBBLES_ZSTD}),
+    "small ones far, large ones replaced": ({Coding.ZSTD}, {Coding.PLAIN, Coding.ZSTD, Coding.NIBBLES_ZSTD}),
     "few replaced": ({Coding.PLAIN, Coding.ZSTD}, {Coding.NIBBLES, Coding.NIBBLES_ZSTD, Coding.ZSTD}),
     "all replaced": ({Coding.ALL}, {Coding.PLAIN}),
 }
@@ -174,17 +147,26 @@ FORMS = {
 def changed(shard: torch.Tensor, form: str, seed: int = 0) -> torch.Tensor:
     """`shard` after changes that make value_delta take a certain form."""
     dtype, num_values = shard.dtype, len(shard)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1000 + seed)  # not the shard's own numbers
     bits = shard.view(FORMATS[dtype].int_dtype)
     draw = torch.rand(num_values, generator=generator)
     sign = torch.where(torch.rand(num_values, generator=generator) < 0.5, -1, 1).to(bits.dtype)
     noise = random_bits((num_values,), dtype, generator).view(bits.dtype)
+    often_if_small = draw < torch.where(shard.float().abs() < 0.25, 0.8, 0.02)
+    far = sign * torch.randint(1, 99, (num_values,), generator=generator).to(bits.dtype)
     fresh = {
+        "mostly small ones": torch.where(often_if_small, bits + sign, bits),
+        "small ones far, large ones replaced": torch.where(
+            often_if_small, torch.where(shard.float().abs() < 0.25, bits + far, noise), bits
+        ),
         "few": torch.where(draw < 0.01, bits + sign, bits),
         "many": torch.where(draw < 0.3, bits + sign, bits),
         "clusters": torch.where(torch.arange(num_values) % 512 < 150, bits + sign, bits),
         "most": torch.where(draw < 0.9, bits + sign, bits),
         "far": bits + sign * torch.randint(40, 80, (num_values,), generator=generator).to(bits.dtype),
+        "noisy": torch.where(
+            draw < 0.05, noise, bits + torch.randint(-127, 128, (num_values,), generator=generator).to(bits.dtype)
+        ),
         "some replaced": torch.where(draw < 0.3, noise, bits + sign),
         "few replaced": torch.where(draw < 0.01, noise, bits),
         "all replaced": noise,
@@ -204,7 +186,8 @@ def test_every_form_of_value_delta_is_taken_and_exact(dtype: torch.dtype, form: 
     spare = make_states(layout, 2)[0]  # sees the same values, so that its payload can be looked into
     spare.encode(torch.randn(2, num_values, generator=torch.Generator().manual_seed(0)).to(dtype)[0])
     encoded = spare.encode(shards[0])
-    where, moves, *_ = read_sections(encoded.payload(encoded.num_bytes), 0, 4)
+    boundary, small, _, where, moves, *_ = read_sections(encoded.payload(encoded.num_bytes), 0, 7)
+    assert (len(boundary.data), bool(len(small.data))) == ((1, True) if "small" in form else (0, False))
     assert where.coding in FORMS[form][0]
     assert moves.coding in FORMS[form][1]
     assert len(where.data) <= num_values // 8
@@ -213,6 +196,83 @@ def test_every_form_of_value_delta_is_taken_and_exact(dtype: torch.dtype, form: 
     literals = num_values * dtype.itemsize
     assert sizes[0] < (1.01 * literals if form == "all replaced" else 0.9 * literals)
     assert gather(states, shards) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("what_is_wrong", "num_literals", "moves", "message"),
+    [
+        ("nothing", 1, [0x21, 0x0F], None),
+        ("a literal that no move asks for", 2, [0x21, 0x0F], "1 of 2 literals"),
+        ("a move that asks for one too many", 0, [0x21, 0x0F], "more literals"),
+        ("half a byte behind the last move", 1, [0x21, 0x3F], "left over"),
+        ("a move too few", 0, [0x21], "too few"),
+        ("a move too many", 1, [0x21, 0x0F, 0x00], "too many"),
+        ("more literals than values", 11, [0x21, 0x0F], "no number of literals"),
+    ],
+)
+def test_moves_and_literals_must_fit_together(
+    what_is_wrong: str, num_literals: int, moves: list[int], message: str | None
+) -> None:
+    states = make_states(build_layout(NAMES[:1], [10], ["value_delta"], 10, torch.bfloat16), 2)
+    shards = torch.arange(20).view(2, 10).bfloat16()
+    gather(states, shards)
+    payload = np.zeros(100, np.uint8)
+    writer = SectionWriter(payload[56:])
+    for _ in range(3):
+        writer.empty()
+    writer.code_smallest([Form(np.array([2, 0, 3], np.uint8))])  # values 2, 3 and 7: -1 unit, +1 unit, literal
+    writer.code_smallest([Form(np.array(moves, np.uint8), Coding.NIBBLES)])
+    writer.code_smallest([Form(np.full(num_literals, 1, np.uint8))])
+    writer.code_smallest([Form(np.full(num_literals, 127, np.uint8))])
+    num_bytes = write_table(payload, 0, writer.entries)
+    payloads, output = torch.from_numpy(payload[:num_bytes]).expand(2, -1), torch.zeros(2, 10).bfloat16()
+    if message is not None:
+        with pytest.raises(CieraDecodeError, match=message):
+            states[1].decode(payloads, [num_bytes] * 2, output)
+        return
+    states[1].decode(payloads, [num_bytes] * 2, output)
+    expected = shards[0].clone()
+    expected.view(torch.int16)[2] -= 1
+    expected.view(torch.int16)[3] += 1
+    expected[7] = -1.0
+    assert torch.equal(output[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("what_is_wrong", "boundary", "small", "large", "message"),
+    [
+        ("nothing", [127], [0, 1], [5], None),  # values 0.5 and 0.25 are small, 1 to 8 are not
+        ("no boundary", [], [0, 1], [5], "where none belong"),
+        ("a boundary of no exponent", [0], [0, 1], [5], "no exponent between"),
+        ("a boundary of two bytes", [127, 127], [0, 1], [5], "no exponent between"),
+        ("a small value too many", [127], [0, 1, 2], [5], "ends at 2 of 2"),
+        ("a large value behind the last", [127], [0, 1], [8], "ends at 8 of 8"),
+        ("fewer moves than small values", [127], [0], [5], "left over"),
+    ],
+)
+def test_small_and_large_values_are_told_apart(
+    what_is_wrong: str, boundary: list[int], small: list[int], large: list[int], message: str | None
+) -> None:
+    states = make_states(build_layout(NAMES[:1], [10], ["value_delta"], 10, torch.bfloat16), 2)
+    shards = torch.tensor([1, 2, 0.5, 3, 4, 5, -0.25, 6, 7, 8]).bfloat16().repeat(2, 1)
+    gather(states, shards)
+    payload = np.zeros(150, np.uint8)
+    writer = SectionWriter(payload[56:])
+    writer.code_smallest([Form(np.array(boundary, np.uint8))])
+    for positions, moves in ((small, [0x12]), (large, [0x01])):  # +1 and -1 unit; then -1
+        writer.code_smallest([Form(gap_symbols(np.array(positions)))])
+        writer.code_smallest([Form(np.array(moves, np.uint8), Coding.NIBBLES)])
+    writer.empty()
+    writer.empty()
+    num_bytes = write_table(payload, 0, writer.entries)
+    payloads, output = torch.from_numpy(payload[:num_bytes]).expand(2, -1), torch.zeros(2, 10).bfloat16()
+    if message is not None:
+        with pytest.raises(CieraDecodeError, match=message):
+            states[1].decode(payloads, [num_bytes] * 2, output)
+        return
+    states[1].decode(payloads, [num_bytes] * 2, output)
+    moved = (output[0].view(torch.int16) - shards[0].view(torch.int16)).tolist()
+    assert moved == [0, 0, 1, 0, 0, 0, 1, -1, 0, 0]  # the sixth pattern is negative: one unit down is one pattern up
 
 
 @pytest.mark.parametrize("codec", ["exponent_delta", "exponent_block", "entropy", "raw"])
@@ -334,67 +394,6 @@ def test_cache_bytes_are_what_is_allocated(codec: str, dtype: torch.dtype) -> No
         shards = torch.stack([changed(shard, form, seed) for seed, shard in enumerate(shards)])
 
 
-def write_section(symbols: np.ndarray, width_bits: int = 8) -> tuple[Coding, np.ndarray]:
-    room = np.empty(len(symbols) + 1, np.uint8)
-    writer = SectionWriter(room)
-    writer.code(lambda: np.array_split(symbols, 3), len(symbols), width_bits)
-    ((coding, num_bytes),) = writer.entries
-    assert num_bytes == writer.num_bytes
-    return coding, room[:num_bytes]
-
-
-@pytest.mark.parametrize(
-    ("symbols", "width_bits", "coding"),
-    [
-        (np.full(1000, 7, np.uint8), 8, Coding.ZSTD),
-        (np.arange(32, dtype=np.uint8), 8, Coding.PLAIN),
-        (np.random.default_rng(1).integers(256, size=500, dtype=np.uint8), 8, Coding.PLAIN),
-        (np.random.default_rng(1).integers(32, size=500, dtype=np.uint8), 5, Coding.PACKED),
-        (np.random.default_rng(1).integers(32, size=17, dtype=np.uint8), 5, Coding.PACKED),
-        (np.empty(0, np.uint8), 8, Coding.PLAIN),
-        (np.empty(0, np.uint8), 5, Coding.PLAIN),
-    ],
-)
-def test_a_section_takes_its_smallest_form(symbols: np.ndarray, width_bits: int, coding: Coding) -> None:
-    chosen, data = write_section(symbols, width_bits)
-    assert chosen == coding
-    assert len(data) <= -(-len(symbols) * width_bits // 8)
-    reader = SymbolReader(StoredSection(coding, data), len(symbols), symbol_bits=width_bits)
-    parts = [reader.read(count).copy() for count in (len(symbols) // 2, 0, len(symbols) - len(symbols) // 2)]
-    reader.finish()
-    assert np.array_equal(np.concatenate(parts), symbols)
-
-
-def test_a_section_with_anything_behind_or_missing_is_refused() -> None:
-    coding, frame = write_section(np.full(1000, 7, np.uint8))
-    assert coding == Coding.ZSTD
-    for damaged in (np.append(frame, np.uint8(9)), np.concatenate([frame, frame]), frame[:-1]):
-        reader = SymbolReader(StoredSection(coding, damaged), 1000)
-        with pytest.raises(CieraDecodeError):
-            reader.read(1000)
-            reader.finish()
-    reader = SymbolReader(StoredSection(coding, frame), 1000)
-    reader.read(999)
-    with pytest.raises(CieraDecodeError, match="1 symbols too many"):
-        reader.finish()
-    with pytest.raises(CieraDecodeError, match="too few"):
-        reader.read(2)
-    for num_symbols, most in ((999, 0), (1001, 0), (None, 999)):
-        with pytest.raises(CieraDecodeError, match="holds 1000 symbols"):
-            SymbolReader(StoredSection(coding, frame), num_symbols, most)
-
-
-def test_the_smallest_of_several_forms_is_taken() -> None:
-    noise = np.random.default_rng(0).integers(256, size=100, dtype=np.uint8)
-    room = np.empty(200, np.uint8)
-    writer = SectionWriter(room)
-    writer.code_smallest([Form(np.append(noise, noise[:1])), Form(noise, Coding.BITMAP, Coding.BITMAP_ZSTD)])
-    writer.code_smallest([Form(noise[:50]), Form(np.zeros(100, np.uint8), Coding.BITMAP, Coding.BITMAP_ZSTD)])
-    assert [coding for coding, _ in writer.entries] == [Coding.BITMAP, Coding.BITMAP_ZSTD]
-    assert writer.entries[0][1] == 100 > writer.entries[1][1]
-    assert np.array_equal(room[:100], noise)
-
-
 def damaged_payloads() -> list[tuple[str, torch.Tensor, int, LockstepState]]:
     layout = build_layout(NAMES[:1], [2000], ["exponent_block"], 2000, torch.float16)
     sender, receiver = make_states(layout, 2)
@@ -452,22 +451,6 @@ def test_random_damage_never_does_anything_but_raise_or_decode(codec: str, form:
     except CieraDecodeError:
         return
     assert not torch.equal(output[0].view(torch.int16), shard.view(torch.int16)) or position >= fixed_bytes
-
-
-def test_table_and_sections_round_trip() -> None:
-    table, start = table_start(5, 2)
-    payload = np.arange(100, dtype=np.uint8)
-    writer = SectionWriter(payload[start:])
-    writer.code(lambda: [np.arange(10, dtype=np.uint8)], 10)
-    writer.code(lambda: [np.zeros(400, np.uint8)], 400)
-    num_bytes = write_table(payload, 5, writer.entries)
-    assert (table, num_bytes) == (5, start + writer.num_bytes)
-    stored = read_sections(torch.from_numpy(payload[:num_bytes]), 5, 2)
-    assert [section.coding for section in stored] == [Coding.PLAIN, Coding.ZSTD]
-    assert [len(section.data) for section in stored] == [num_bytes for _, num_bytes in writer.entries]
-    assert stored[0].data.tolist() == list(range(10))
-    assert write_table(payload, 0, [(Coding.PLAIN, 0)] * 2) == 0
-    assert write_table(payload, 0, [(Coding.PLAIN, 0), (Coding.ALL, 0)]) == 16
 
 
 def test_layout_merges_neighbours_and_gives_up_on_unknown_sizes() -> None:

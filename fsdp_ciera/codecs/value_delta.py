@@ -2,6 +2,7 @@
 
 sender    changed = values != own last ones
           payload = positions | changes in ulp, a byte or half a byte each | sign+mantissa and exponents of larger changes
+          (positions and changes apart for small and large values, see [Note: Small values change more] in survey.py)
 receiver  ValueCache[positions] = moved or replaced;  copy ValueCache
 """
 
@@ -11,11 +12,12 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fsdp_ciera.codecs.base import FloatRunCodec, StoredSection
-from fsdp_ciera.codecs.moves import NIBBLE_ESCAPE, MoveReader, write_moves
-from fsdp_ciera.codecs.survey import choose_value_form
+from fsdp_ciera.codecs.moves import BYTE_ESCAPE, MoveReader, write_moves
+from fsdp_ciera.codecs.survey import ValueForm, choose_value_form
 from fsdp_ciera.entropy import Coding, SectionWriter, SymbolReader
 from fsdp_ciera.errors import CieraDecodeError
 from fsdp_ciera.kernels.formats import FloatFormat, Words
@@ -25,11 +27,14 @@ from fsdp_ciera.kernels.ops import (
     ChangeFinder,
     Merger,
     Moves,
+    SizeFinder,
     chunks_of,
     split,
     zeros_tensor,
 )
-from fsdp_ciera.positions import PositionWriter, most_position_bytes, position_batches
+from fsdp_ciera.positions import PositionReader, PositionWriter, most_position_bytes, position_batches
+
+_SMALL_SECTIONS = 3  # boundary, positions and moves of small values; empty when all values are taken together
 
 
 class ValueDelta(FloatRunCodec):
@@ -42,7 +47,7 @@ class ValueDelta(FloatRunCodec):
     """
 
     name: ClassVar[str] = "value_delta"
-    num_sections: ClassVar[int] = 4
+    num_sections: ClassVar[int] = 7
 
     def __init__(self, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> None:
         super().__init__(num_values, dtype, block_size, num_peers)
@@ -61,53 +66,71 @@ class ValueDelta(FloatRunCodec):
 
     @property
     def most_section_bytes(self) -> int:
-        """Positions, one byte a move, and every value as a literal."""
+        """The boundary, two lists of positions and moves, at most a byte a move, and every value as a literal."""
         literal_bytes = self.format.remainder_bytes(self.num_values) + self.num_values
-        return most_position_bytes(self.num_values) + self.num_values + literal_bytes
+        return 1 + most_position_bytes(self.num_values) + 1 + self.num_values + literal_bytes
 
     def compress(self, values: torch.Tensor, fixed: torch.Tensor, sections: SectionWriter) -> None:
         """Cmp."""
         words = self.format.words(values)
         if self._own is None:
             self._own = zeros_tensor((self.num_values,), self.dtype)
-            form, escape = Coding.ALL, NIBBLE_ESCAPE
+            form = ValueForm(Coding.ALL)
         else:
-            form, escape = choose_value_form(words, self.format.words(self._own), self.format)
+            form = choose_value_form(words, self.format.words(self._own), self.format)
         own = self.format.words(self._own)
-        if form == Coding.PLAIN:
-            self._compress_sparse(words, own, escape, sections)
-        elif form == Coding.DENSE:
-            self._compress_dense(words, own, escape, sections)
+        if form.coding == Coding.PLAIN:
+            self._compress_sparse(words, own, form, sections)
+            return
+        for _ in range(_SMALL_SECTIONS):
+            sections.empty()
+        if form.coding == Coding.DENSE:
+            self._compress_dense(words, own, form.escape, sections)
         else:
             sections.empty(Coding.ALL)
             sections.empty()
             write_literals(sections, words, self.format, copy=own)
 
-    def _compress_sparse(self, words: Words, own: Words, escape: int, sections: SectionWriter) -> None:
+    def _compress_sparse(self, words: Words, own: Words, form: ValueForm, sections: SectionWriter) -> None:
         """Positions, moves and literals of the values that changed; one pass over words and own."""
         most = min(CHUNK_VALUES, self.num_values)
-        positions, finder, moves = PositionWriter(self.num_values), ChangeFinder(most), Moves(self.format, most, escape)
-        symbols: list[Bytes] = []
+        small = _Changes(self.num_values, form.small_escape)
+        large = _Changes(self.num_values, form.escape)
+        finder, moves = ChangeFinder(most), Moves(self.format, most, BYTE_ESCAPE)
+        sizes = SizeFinder(self.format, most, form.boundary) if form.boundary else None
         literals: list[Words] = []
+        num_small = 0  # so far
         for chunk in chunks_of(self.num_values):
             now, last = words[chunk], own[chunk]
-            if not finder.compare(now, last):
-                continue
-            changed = finder.positions()
-            if 4 * finder.count < len(now):
+            is_changed = finder.compare(now, last)
+            small_in_chunk = 0 if sizes is None else sizes.look_at(last)
+            if is_changed:
+                changed = finder.positions()
                 fresh = now[changed]
-                moved = moves.encode(fresh, last[changed]).copy()
-                literals.append(fresh[np.flatnonzero(moved == escape)])
+                is_sparse = 4 * finder.count < len(
+                    now
+                )  # else going through all values costs less than picking them out
+                moved = moves.encode(fresh, last[changed]) if is_sparse else moves.encode(now, last)[changed]
+                if sizes is None:
+                    large.positions.add(chunk.start, changed, finder.bitmap())
+                    literals.append(fresh[large.add_moves(moved)])
+                else:
+                    is_small, before = sizes.is_small().take(changed), sizes.num_small_before(changed)
+                    of_small, of_large = np.flatnonzero(is_small), np.flatnonzero(~is_small)  # faster than masks
+                    small.positions.add_some(num_small, before.take(of_small), small_in_chunk)
+                    large_ranks = (changed - before).take(of_large)
+                    large.positions.add_some(chunk.start - num_small, large_ranks, len(now) - small_in_chunk)
+                    for part, changes in ((of_small, small), (of_large, large)):
+                        literals.append(fresh.take(part[changes.add_moves(moved.take(part))]))
                 last[changed] = fresh
-            else:  # going through all values costs less than picking out that many
-                moved = moves.encode(now, last)[changed]
-                literals.append(now[changed[np.flatnonzero(moved == escape)]])
-                np.copyto(last, now)
-            positions.add(chunk.start, changed, finder.bitmap())
-            symbols.append(moved)
-        positions.write(sections)
-        whole = np.concatenate(symbols) if symbols else np.empty(0, np.uint8)
-        write_moves(sections, lambda: [whole], positions.count, escape)
+            num_small += small_in_chunk
+        if sizes is None:
+            for _ in range(_SMALL_SECTIONS):
+                sections.empty()
+        else:
+            sections.reserve(1)[:] = form.boundary
+            small.write(sections, num_small)
+        large.write(sections, self.num_values - num_small)
         write_literals(sections, np.concatenate(literals) if literals else words[:0], self.format)
 
     def _compress_dense(self, words: Words, own: Words, escape: int, sections: SectionWriter) -> None:
@@ -138,57 +161,125 @@ class ValueDelta(FloatRunCodec):
         """Decmp."""
         assert self._value_cache is not None
         cache = self._value_cache[first_peer : first_peer + len(sections)]
-        for row, (where, what, remainders, exponents) in zip(self.format.words(cache), sections, strict=True):
-            if all(one.coding == Coding.PLAIN and not len(one.data) for one in (where, what, remainders, exponents)):
+        for row, received in zip(self.format.words(cache), sections, strict=True):
+            if all(one.coding == Coding.PLAIN and not len(one.data) for one in received):
                 continue
+            boundary, *of_small, where, what, remainders, exponents = received
+            if not len(boundary.data):
+                for one in (boundary, *of_small):
+                    one.check_nothing()
             if where.coding == Coding.ALL:
+                boundary.check_nothing()
                 where.check_empty()
-                what.check_empty()
+                what.check_nothing()
                 read_literals(remainders, exponents, self.format, row)
             else:
-                self._move(row, where, what, remainders, exponents)
+                self._move(row, received)
         integers = self.format.int_dtype  # copied as integers: float copies may quiet signalling NaNs on some devices
         out.view(integers).copy_(cache.view(integers))
 
-    def _move(
-        self, row: Words, where: StoredSection, what: StoredSection, remainders: StoredSection, exponents: StoredSection
-    ) -> None:
+    def _move(self, row: Words, received: Sequence[StoredSection]) -> None:
         """Applies moves and literals to the values of one peer [num_values]."""
-        num_literals = self.format.num_values_of(len(remainders.data))
-        if num_literals is None or num_literals > self.num_values:
-            raise CieraDecodeError(f"{len(remainders.data)} bytes of remainders belong to no number of literals")
-        literals = np.empty(num_literals, row.dtype)
-        read_literals(remainders, exponents, self.format, literals)
-        reader = MoveReader(what, most_moves=self.num_values)
-        moves = Moves(self.format, min(CHUNK_VALUES, self.num_values), reader.escape)
-        num_used = 0
+        boundary, where_small, what_small, where, what, remainders, exponents = received
+        most = min(CHUNK_VALUES, self.num_values)
+        literals = _LiteralReader(remainders, exponents, self.format, self.num_values)
+        moves = Moves(self.format, most, BYTE_ESCAPE)
 
-        def moved(last: Words) -> Words:
-            nonlocal num_used
+        def moved(last: Words, reader: MoveReader) -> Words:
             symbols = reader.read(len(last))
             fresh = np.empty_like(last)
             moves.decode(last, symbols, fresh)
             escapes = np.flatnonzero(symbols == reader.escape)
-            if num_used + len(escapes) > num_literals:
-                raise CieraDecodeError(f"moves ask for more literals than the {num_literals} that there are")
-            fresh[escapes] = literals[num_used : num_used + len(escapes)]
-            num_used += len(escapes)
+            fresh[escapes] = literals.read(len(escapes))
             return fresh
 
+        reader = MoveReader(what, most_moves=self.num_values)
         if where.coding == Coding.DENSE:
+            boundary.check_nothing()
             where.check_empty()
             for chunk in chunks_of(self.num_values):
-                row[chunk] = moved(row[chunk])
-        else:
+                row[chunk] = moved(row[chunk], reader)
+        elif not len(boundary.data):
             for positions in position_batches(where, self.num_values):
-                row[positions] = moved(row[positions])
+                row[positions] = moved(row[positions], reader)
+        else:
+            sizes = SizeFinder(self.format, most, _boundary_of(boundary, self.format))
+            num_small = sum(sizes.look_at(row[chunk]) for chunk in chunks_of(self.num_values))
+            small_reader = MoveReader(what_small, most_moves=num_small)
+            small = PositionReader(where_small, num_small)
+            large = PositionReader(where, self.num_values - num_small)
+            num_small = 0  # so far
+            for chunk in chunks_of(self.num_values):
+                last = row[chunk]
+                small_in_chunk = sizes.look_at(last)
+                num_large = chunk.start - num_small
+                small_ranks = small.below(num_small + small_in_chunk) - num_small
+                large_ranks = large.below(num_large + len(last) - small_in_chunk) - num_large
+                small_positions, large_positions = sizes.positions_of(small_ranks, large_ranks)
+                for positions, one in ((small_positions, small_reader), (large_positions, reader)):
+                    if len(positions):
+                        last[positions] = moved(last[positions], one)
+                num_small += small_in_chunk
+            small.finish()
+            large.finish()
+            small_reader.finish()
         reader.finish()
-        if num_used != num_literals:
-            raise CieraDecodeError(f"moves ask for {num_used} of {num_literals} literals")
+        literals.finish()
 
     def forget(self) -> None:
         """Empties both caches."""
         self._own = self._value_cache = None
+
+
+class _Changes:
+    """Where values changed and by how much, of all values of a run or of its small or large ones."""
+
+    def __init__(self, most_values: int, escape: int) -> None:
+        self.positions = PositionWriter(most_values)
+        self._escape = escape
+        self._moves: list[Bytes] = []
+
+    def add_moves(self, symbols: Bytes) -> npt.NDArray[np.int64]:
+        """Moves with the escape of bytes, uint8 [k] -> which of them are literals here."""
+        moved = np.minimum(symbols, self._escape)
+        self._moves.append(moved)
+        return np.flatnonzero(moved == self._escape)
+
+    def write(self, sections: SectionWriter, num_values: int) -> None:
+        """Adds the two sections; `num_values` is how many values the positions were counted among."""
+        self.positions.write(sections, num_values)
+        whole = np.concatenate(self._moves) if self._moves else np.empty(0, np.uint8)
+        write_moves(sections, lambda: [whole], self.positions.count, self._escape)
+
+
+class _LiteralReader:
+    """Gives the literals of a run in order. Raises `CieraDecodeError` unless exactly all of them are asked for."""
+
+    def __init__(self, remainders: StoredSection, exponents: StoredSection, fmt: FloatFormat, most: int) -> None:
+        count = fmt.num_values_of(len(remainders.data))
+        if count is None or count > most:
+            raise CieraDecodeError(f"{len(remainders.data)} bytes of remainders belong to no number of literals")
+        self._literals: Words = np.empty(count, f"<u{fmt.item_bytes}")
+        read_literals(remainders, exponents, fmt, self._literals)
+        self._num_read = 0
+
+    def read(self, count: int) -> Words:
+        """The next ones."""
+        start, self._num_read = self._num_read, self._num_read + count
+        if self._num_read > len(self._literals):
+            raise CieraDecodeError(f"moves ask for more literals than the {len(self._literals)} that there are")
+        return self._literals[start : self._num_read]
+
+    def finish(self) -> None:
+        """Checks that all were asked for."""
+        if self._num_read != len(self._literals):
+            raise CieraDecodeError(f"moves ask for {self._num_read} of {len(self._literals)} literals")
+
+
+def _boundary_of(section: StoredSection, fmt: FloatFormat) -> int:
+    if section.coding != Coding.PLAIN or len(section.data) != 1 or not 0 < section.data[0] < 1 << fmt.exponent_bits:
+        raise CieraDecodeError(f"a section of {len(section.data)} bytes is no exponent between small and large values")
+    return int(section.data[0])
 
 
 def write_literals(sections: SectionWriter, words: Words, fmt: FloatFormat, copy: Words | None = None) -> None:

@@ -1,0 +1,120 @@
+"""Sections of a payload: how symbols and positions are stored, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fsdp_ciera.entropy import Coding, Form, SectionWriter, StoredSection, SymbolReader
+from fsdp_ciera.errors import CieraDecodeError
+from fsdp_ciera.kernels.ops import CHUNK_VALUES
+from fsdp_ciera.positions import gap_symbols, position_batches
+from fsdp_ciera.wire import read_sections, table_start, write_table
+
+
+def test_positions_worked_example() -> None:
+    gaps = gap_symbols(np.array([2, 3, 300]))
+    assert gaps.tolist() == [2, 0, 255, 41]
+    section = StoredSection(Coding.PLAIN, gaps)
+    assert [batch.tolist() for batch in position_batches(section, 400)] == [[2, 3, 300]]
+    with pytest.raises(CieraDecodeError, match="ends at 300 of 300 values"):
+        list(position_batches(section, 300))
+    with pytest.raises(CieraDecodeError, match="marks none"):
+        list(position_batches(StoredSection(Coding.PLAIN, gaps[:3]), 400))
+
+
+@pytest.mark.parametrize("share", [0.001, 0.1, 0.7])
+@pytest.mark.parametrize("as_bitmap", [False, True])
+def test_positions_of_more_than_a_batch(share: float, as_bitmap: bool) -> None:
+    num_values = 2 * CHUNK_VALUES + 77
+    mask = np.random.default_rng(0).random(num_values) < share
+    mask[-1] = True
+    data = np.packbits(mask, bitorder="little") if as_bitmap else gap_symbols(np.flatnonzero(mask))
+    section = StoredSection(Coding.BITMAP if as_bitmap else Coding.PLAIN, data)
+    batches = [batch.copy() for batch in position_batches(section, num_values)]
+    assert max(map(len, batches)) <= CHUNK_VALUES
+    assert np.array_equal(np.concatenate(batches), np.flatnonzero(mask))
+
+
+def test_a_damaged_bitmap_is_refused() -> None:
+    for bitmap in ([255, 255], [255], [255, 1, 0]):  # 9 values: bits behind the last, a byte too few, one too many
+        with pytest.raises(CieraDecodeError):
+            list(position_batches(StoredSection(Coding.BITMAP, np.array(bitmap, np.uint8)), 9))
+
+
+def write_section(symbols: np.ndarray, width_bits: int = 8) -> tuple[Coding, np.ndarray]:
+    room = np.empty(len(symbols) + 1, np.uint8)
+    writer = SectionWriter(room)
+    writer.code(lambda: np.array_split(symbols, 3), len(symbols), width_bits)
+    ((coding, num_bytes),) = writer.entries
+    assert num_bytes == writer.num_bytes
+    return coding, room[:num_bytes]
+
+
+@pytest.mark.parametrize(
+    ("symbols", "width_bits", "coding"),
+    [
+        (np.full(1000, 7, np.uint8), 8, Coding.ZSTD),
+        (np.arange(32, dtype=np.uint8), 8, Coding.PLAIN),
+        (np.random.default_rng(1).integers(256, size=500, dtype=np.uint8), 8, Coding.PLAIN),
+        (np.random.default_rng(1).integers(32, size=500, dtype=np.uint8), 5, Coding.PACKED),
+        (np.random.default_rng(1).integers(32, size=17, dtype=np.uint8), 5, Coding.PACKED),
+        (np.empty(0, np.uint8), 8, Coding.PLAIN),
+        (np.empty(0, np.uint8), 5, Coding.PLAIN),
+    ],
+)
+def test_a_section_takes_its_smallest_form(symbols: np.ndarray, width_bits: int, coding: Coding) -> None:
+    chosen, data = write_section(symbols, width_bits)
+    assert chosen == coding
+    assert len(data) <= -(-len(symbols) * width_bits // 8)
+    reader = SymbolReader(StoredSection(coding, data), len(symbols), symbol_bits=width_bits)
+    parts = [reader.read(count).copy() for count in (len(symbols) // 2, 0, len(symbols) - len(symbols) // 2)]
+    reader.finish()
+    assert np.array_equal(np.concatenate(parts), symbols)
+
+
+def test_a_section_with_anything_behind_or_missing_is_refused() -> None:
+    coding, frame = write_section(np.full(1000, 7, np.uint8))
+    assert coding == Coding.ZSTD
+    for damaged in (np.append(frame, np.uint8(9)), np.concatenate([frame, frame]), frame[:-1]):
+        reader = SymbolReader(StoredSection(coding, damaged), 1000)
+        with pytest.raises(CieraDecodeError):
+            reader.read(1000)
+            reader.finish()
+    reader = SymbolReader(StoredSection(coding, frame), 1000)
+    reader.read(999)
+    with pytest.raises(CieraDecodeError, match="1 symbols too many"):
+        reader.finish()
+    with pytest.raises(CieraDecodeError, match="too few"):
+        reader.read(2)
+    for num_symbols, most in ((999, 0), (1001, 0), (None, 999)):
+        with pytest.raises(CieraDecodeError, match="holds 1000 symbols"):
+            SymbolReader(StoredSection(coding, frame), num_symbols, most)
+
+
+def test_the_smallest_of_several_forms_is_taken() -> None:
+    noise = np.random.default_rng(0).integers(256, size=100, dtype=np.uint8)
+    room = np.empty(200, np.uint8)
+    writer = SectionWriter(room)
+    writer.code_smallest([Form(np.append(noise, noise[:1])), Form(noise, Coding.BITMAP, Coding.BITMAP_ZSTD)])
+    writer.code_smallest([Form(noise[:50]), Form(np.zeros(100, np.uint8), Coding.BITMAP, Coding.BITMAP_ZSTD)])
+    assert [coding for coding, _ in writer.entries] == [Coding.BITMAP, Coding.BITMAP_ZSTD]
+    assert writer.entries[0][1] == 100 > writer.entries[1][1]
+    assert np.array_equal(room[:100], noise)
+
+
+def test_table_and_sections_round_trip() -> None:
+    table, start = table_start(5, 2)
+    payload = np.arange(100, dtype=np.uint8)
+    writer = SectionWriter(payload[start:])
+    writer.code(lambda: [np.arange(10, dtype=np.uint8)], 10)
+    writer.code(lambda: [np.zeros(400, np.uint8)], 400)
+    num_bytes = write_table(payload, 5, writer.entries)
+    assert (table, num_bytes) == (5, start + writer.num_bytes)
+    stored = read_sections(torch.from_numpy(payload[:num_bytes]), 5, 2)
+    assert [section.coding for section in stored] == [Coding.PLAIN, Coding.ZSTD]
+    assert [len(section.data) for section in stored] == [num_bytes for _, num_bytes in writer.entries]
+    assert stored[0].data.tolist() == list(range(10))
+    assert write_table(payload, 0, [(Coding.PLAIN, 0)] * 2) == 0
+    assert write_table(payload, 0, [(Coding.PLAIN, 0), (Coding.ALL, 0)]) == 16
