@@ -174,13 +174,13 @@ class Ciera(Section):
     """`"default"`: `CieraPolicy()`; `"paper"`: `CieraPolicy.paper()`; `"none"`: stock FSDP2, the other keys unused."""
 
     codecs: tuple[str, ...] | None = None
-    """Names of the codecs that may be chosen from."""
+    """Names of the codecs that may be chosen from, in order of preference."""
 
     categories: tuple[str, ...] | None = None
     """Shard categories to opt in."""
 
     cache_budget: Annotated[int, Range(0)] | str | None = None
-    """Most bytes of caches per FSDP2 module, such as `"8GiB"`."""
+    """Most bytes of caches per rank, for the whole model, such as `"8GiB"`."""
 
     block_size: Count | None = None
     """Values per block."""
@@ -189,7 +189,7 @@ class Ciera(Section):
     """Name of the change-rate table."""
 
     topology: str | None = None
-    """How ranks exchange."""
+    """How ranks exchange: `"flat"`, `"hierarchical"` or `"auto"`."""
 
     ranks_per_node: Count | None = None
     """Ranks that share fast links."""

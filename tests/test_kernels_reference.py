@@ -291,3 +291,26 @@ def test_changes_are_found_whatever_their_share(share: float, num_values: int) -
         mask = rng.random(num_values) < share
         assert finder.load(np.packbits(mask, bitorder="little"), num_values) == mask.sum()
         assert np.array_equal(finder.positions(), np.flatnonzero(mask))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("num_values", [1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("share", [0.02, 0.5, 1.0])
+def test_small_and_large_values_are_counted_and_found(dtype: torch.dtype, num_values: int, share: float) -> None:
+    fmt = FORMATS[dtype]
+    generator = torch.Generator().manual_seed(num_values)
+    boundary = 120 if fmt.exponent_bits == 8 else 8
+    finder = ops.SizeFinder(fmt, 2000, boundary)
+    finder.look_at(fmt.words(torch.zeros(2000, dtype=dtype)))  # what an earlier, longer look leaves must not count
+    values = torch.randn(num_values, generator=generator).to(dtype) * 0.02
+    exponents, _ = split_planes(values.view(1, -1), fmt)
+    small = (exponents[0] < boundary).numpy()
+    assert finder.look_at(fmt.words(values)) == small.sum()
+    assert np.array_equal(finder.is_small(), small)
+    picked = np.flatnonzero(torch.rand(num_values, generator=generator).numpy() < share)
+    before = finder.num_small_before(picked)
+    assert before.tolist() == [int(small[:position].sum()) for position in picked]
+    small_ranks, large_ranks = before[small[picked]], (picked - before)[~small[picked]]
+    small_positions, large_positions = finder.positions_of(small_ranks, large_ranks)
+    assert sorted([*small_positions, *large_positions]) == picked.tolist()
+    assert small[small_positions].all() and not small[large_positions].any()
