@@ -37,6 +37,7 @@ class PositionWriter:
         self._bitmaps: list[tuple[int, Bytes]] = []
         self._gaps: list[Bytes] = []
         self._num_gap_bytes = 0
+        self._has_all_gaps = True
         self._last = -1
 
     def add(self, start: int, positions: npt.NDArray[np.int64], bitmap: Bytes) -> None:
@@ -48,12 +49,12 @@ class PositionWriter:
             return
         self.count += len(positions)
         self._bitmaps.append((start // 8, bitmap))
-        if self._num_gap_bytes <= packed_bytes(
-            self.num_values, 1
-        ):  # else a coded bitmap is as small, within 2 %, and faster
+        if self._num_gap_bytes <= packed_bytes(self.num_values, 1):
             gaps = gap_symbols(positions, self._last - start)
             self._num_gap_bytes += len(gaps)
             self._gaps.append(gaps)
+        else:  # a coded bitmap is as small, within 2 %, and faster
+            self._has_all_gaps = False
         self._last = start + int(positions[-1])
 
     def add_some(self, start: int, positions: npt.NDArray[np.int64], num_values: int) -> None:
@@ -67,13 +68,13 @@ class PositionWriter:
     def write(self, sections: SectionWriter, num_values: int | None = None) -> None:
         """Adds the section. Cost: a zstd pass over the gaps, the bitmap (an eighth of a byte a value), or both.
 
-        `num_values` is how many values there were, when it was not known beforehand but as a limit.
+        `num_values` is how many values there were, when that was known beforehand only about.
         """
         bitmap_bytes = packed_bytes(self.num_values if num_values is None else num_values, 1)
         forms = []
-        if self._num_gap_bytes <= bitmap_bytes:
+        if self._has_all_gaps and self._num_gap_bytes <= bitmap_bytes:
             forms.append(Form(np.concatenate(self._gaps) if self._gaps else np.empty(0, np.uint8)))
-        if bitmap_bytes < _BITMAP_PLAUSIBLE * self._num_gap_bytes:
+        if not forms or bitmap_bytes < _BITMAP_PLAUSIBLE * self._num_gap_bytes:
             bitmap = np.zeros(bitmap_bytes, np.uint8)
             for start, part in self._bitmaps:
                 bitmap[start : start + len(part)] |= part

@@ -18,7 +18,7 @@ _MOST_SPARSE = 0.4
 """Above this share of changed values, a change of 0 for all others costs no more than 2 % over naming those that changed (a
 coded symbol takes at least a bit), and is faster."""
 _LEAST_GAIN = 0.95  # what moves must beat literals by: two lists are slower than one, and the estimate is of order 0
-_MOST_SPLIT = 0.2
+_MOST_SPLIT = 0.25
 """Above this share of changed values, small and large ones are not told apart: that costs several passes over them."""
 _SMALL_SHARE = 0.4
 """Of the changed values; 0.35 to 0.5 took the fewest bytes on the demo's steps, at both learning rates."""
@@ -53,6 +53,8 @@ class ValueForm(NamedTuple):
     boundary: int = 0
     """0, or the exponent below which values are *small*: these then have positions and moves of their own."""
     small_escape: int = NIBBLE_ESCAPE
+    small_share: float = 0.0
+    """About which share of all values is small."""
 
 
 def choose_value_form(words: Words, last: Words, fmt: FloatFormat) -> ValueForm:
@@ -63,15 +65,15 @@ def choose_value_form(words: Words, last: Words, fmt: FloatFormat) -> ValueForm:
         return ValueForm(Coding.PLAIN)
     is_sparse = len(changed) <= _MOST_SPARSE * len(fresh)
     if is_sparse:
-        boundary, is_small = 0, np.zeros(len(changed), np.bool_)
+        boundary, small_share, is_small = 0, 0.0, np.zeros(len(changed), np.bool_)
         if len(changed) <= _MOST_SPLIT * len(fresh):
-            boundary, is_small = _choose_boundary(exponents_of(before, fmt), changed)
+            boundary, small_share, is_small = _choose_boundary(exponents_of(before, fmt), changed)
         fresh, before = fresh[changed], before[changed]
     literal_bits = 8 * fmt.item_bytes - fmt.exponent_bits + entropy_bits(exponents_of(fresh, fmt))
     symbols = Moves(fmt, len(fresh), BYTE_ESCAPE).encode(fresh, before)
     if is_sparse:
         small, large = _choose_escape(symbols[is_small], literal_bits), _choose_escape(symbols[~is_small], literal_bits)
-        return ValueForm(Coding.PLAIN, large, boundary, small)
+        return ValueForm(Coding.PLAIN, large, boundary, small, small_share)
     escape = _choose_escape(symbols, literal_bits)
     pays = _move_bits(symbols, escape, literal_bits) < _LEAST_GAIN * literal_bits
     return ValueForm(Coding.DENSE if pays else Coding.ALL, escape)
@@ -90,8 +92,9 @@ def _move_bits(symbols: Bytes, escape: int, literal_bits: float) -> float:
     return entropy_bits(np.minimum(symbols, escape)) * coder_loss + literal_bits * num_literals / len(symbols)
 
 
-def _choose_boundary(exponents: Bytes, changed: npt.NDArray[np.int64]) -> tuple[int, npt.NDArray[np.bool_]]:
-    """Exponents [n] before the change, and where values changed [k] -> a boundary, or 0, and which of the k are small.
+def _choose_boundary(exponents: Bytes, changed: npt.NDArray[np.int64]) -> tuple[int, float, npt.NDArray[np.bool_]]:
+    """Exponents [n] before the change, and where values changed [k] -> a boundary, or 0, and the small ones: which share of
+    the n, and which of the k.
 
     [Note: Small values change more] A step moves a value by about the learning rate, which is many units in the last place of a
     small value and less than one of a large one. Both sides know what a value was, so naming the changes
@@ -104,8 +107,8 @@ def _choose_boundary(exponents: Bytes, changed: npt.NDArray[np.int64]) -> tuple[
     parts = ((num_small, num_small_changed), (len(exponents) - num_small, len(changed) - num_small_changed))
     together = _position_bits(len(exponents), len(changed))
     if sum(_position_bits(*part) for part in parts) + _LEAST_GAINED_BITS < _LEAST_GAIN * together:
-        return boundary, of_changed < boundary
-    return 0, np.zeros(len(changed), np.bool_)
+        return boundary, num_small / len(exponents), of_changed < boundary
+    return 0, 0.0, np.zeros(len(changed), np.bool_)
 
 
 def _position_bits(num_values: int, num_changed: int) -> float:

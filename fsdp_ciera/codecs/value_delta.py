@@ -94,8 +94,8 @@ class ValueDelta(FloatRunCodec):
     def _compress_sparse(self, words: Words, own: Words, form: ValueForm, sections: SectionWriter) -> None:
         """Positions, moves and literals of the values that changed; one pass over words and own."""
         most = min(CHUNK_VALUES, self.num_values)
-        small = _Changes(self.num_values, form.small_escape)
-        large = _Changes(self.num_values, form.escape)
+        small = _Changes(int(form.small_share * self.num_values), form.small_escape)
+        large = _Changes(int((1 - form.small_share) * self.num_values), form.escape)
         finder, moves = ChangeFinder(most), Moves(self.format, most, BYTE_ESCAPE)
         sizes = SizeFinder(self.format, most, form.boundary) if form.boundary else None
         literals: list[Words] = []
@@ -234,8 +234,8 @@ class ValueDelta(FloatRunCodec):
 class _Changes:
     """Where values changed and by how much, of all values of a run or of its small or large ones."""
 
-    def __init__(self, most_values: int, escape: int) -> None:
-        self.positions = PositionWriter(most_values)
+    def __init__(self, about_how_many_values: int, escape: int) -> None:
+        self.positions = PositionWriter(about_how_many_values)
         self._escape = escape
         self._moves: list[Bytes] = []
 
@@ -243,6 +243,8 @@ class _Changes:
         """Moves with the escape of bytes, uint8 [k] -> which of them are literals here."""
         moved = np.minimum(symbols, self._escape)
         self._moves.append(moved)
+        if int(moved.max(initial=0)) < self._escape:
+            return np.empty(0, np.int64)
         return np.flatnonzero(moved == self._escape)
 
     def write(self, sections: SectionWriter, num_values: int) -> None:
