@@ -169,7 +169,8 @@ def _table(summary: dict[str, Any]) -> Table:
     table.add_row("loss, last step", *(f"{losses[run][-1]:.6f}" for run in ("stock", "ciera")), "")
     medians = [sorted(summary["seconds"][run])[summary["steps"] // 2] for run in ("stock", "ciera")]
     table.add_row("seconds per step, median", *(f"{seconds:.2f}" for seconds in medians), "")
-    table.add_row("blocks whose exponents were reused", "", f"{100 * summary['reuse_rate']:.1f} %", "")
+    if stats["num_blocks"]:  # only exponent_block has blocks
+        table.add_row("blocks whose exponents were reused", "", f"{100 * summary['reuse_rate']:.1f} %", "")
     table.add_row("caches per rank", "0 MB", f"{summary['cache_bytes'] / 1e6:,.1f} MB", "")
     return table
 
