@@ -22,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from codecs_rivals import rivals
@@ -157,7 +158,7 @@ def measure(values: torch.Tensor, watch: Stopwatch, console: Console) -> list[Ra
     cases: list[tuple[str, Callable[[], Iterator[Rate]]]] = []
     for codec in CODECS:
         for state in STATES:
-            cases.append((f"{codec}, {state}", lambda c=codec, s=state: codec_rates(c, s, values, watch)))  # type: ignore[misc]
+            cases.append((f"{codec}, {state}", partial(codec_rates, codec, state, values, watch)))
 
     def stage_rates() -> Iterator[Rate]:
         for name, bits, call in stages(values, BLOCK_SIZE):

@@ -8,8 +8,10 @@ hierarchical    gather payloads between nodes   ->  decode into a column (this r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -32,14 +34,14 @@ class Outcome(IntEnum):
     FAILED = 2
 
 
+@dataclass
 class Result:
     """An outcome, what went wrong when something did, and the bytes that left this rank, by link."""
 
-    def __init__(self, outcome: Outcome, failure: Exception | None, sent_bytes: int, sent_in_node_bytes: int) -> None:
-        self.outcome = outcome
-        self.failure = failure
-        self.sent_bytes = sent_bytes
-        self.sent_in_node_bytes = sent_in_node_bytes
+    outcome: Outcome
+    failure: Exception | None
+    sent_bytes: int
+    sent_in_node_bytes: int = 0
 
 
 def exchange_payloads(
@@ -109,7 +111,7 @@ def _between_nodes(
         assert mark is None, "a raw gather has no sizes to settle"
         with state.stage("AllGather"):
             all_gather_flat(output.view(-1).view(torch.uint8), local.view(torch.uint8), group, async_op=False)
-        return Result(Outcome.DECODED, None, num_peers * padded_bytes, 0)
+        return Result(Outcome.DECODED, None, num_peers * padded_bytes)
     row_bytes = padded_bytes + (0 if mark is None else MARK_BYTES)
     payloads = torch.from_numpy(empty_bytes(len(sizes) * row_bytes)).view(len(sizes), row_bytes)
     if row_bytes:  # the same on all ranks: where nothing changed anywhere, nothing moves
@@ -119,14 +121,14 @@ def _between_nodes(
         del payload
     sent_bytes = num_peers * row_bytes
     if mark is not None:
-        marks = payloads[:, padded_bytes:].contiguous().view(torch.int64)
-        if not bool((marks == _signed(mark)).all()):
-            return Result(Outcome.DOUBTED, None, sent_bytes, 0)
+        marks = payloads[:, padded_bytes:].contiguous().numpy().view("<u8")
+        if (marks != mark).any():
+            return Result(Outcome.DOUBTED, None, sent_bytes)
     try:
         state.decode(payloads, sizes, output)
     except Exception as failure:
-        return Result(Outcome.FAILED, failure, sent_bytes, 0)
-    return Result(Outcome.DECODED, None, sent_bytes, 0)
+        return Result(Outcome.FAILED, failure, sent_bytes)
+    return Result(Outcome.DECODED, None, sent_bytes)
 
 
 def _marked(encoded: Encoded | None, row_bytes: int, mark: int | None, own_mark: int) -> torch.Tensor:
@@ -136,7 +138,7 @@ def _marked(encoded: Encoded | None, row_bytes: int, mark: int | None, own_mark:
     if encoded is None or own_mark != mark:  # nobody will decode it, and it may be longer than was promised
         return torch.zeros(row_bytes, dtype=torch.uint8)
     payload = encoded.payload(row_bytes)
-    payload[-MARK_BYTES:] = torch.tensor([_signed(own_mark)]).view(torch.uint8)
+    payload[-MARK_BYTES:] = torch.from_numpy(np.array([own_mark], "<u8").view(np.uint8))
     return payload
 
 
@@ -144,7 +146,3 @@ def _failure_of_a_neighbour(stream: Stream, outcomes: Sequence[int]) -> CieraPee
     first = stream.cut.node_of(stream.rank) * stream.cut.ranks_per_node
     failed = [first + number for number, outcome in enumerate(outcomes) if outcome == Outcome.FAILED]
     return CieraPeerError(f"{stream.where}: ranks {failed} of the group could not decode; their own tracebacks say why")
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value

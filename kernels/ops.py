@@ -10,8 +10,8 @@ from fsdp_ciera.kernels.bits import pack_bits, pack_nibbles, unpack_bits, unpack
 from fsdp_ciera.kernels.changes import ChangeFinder, Moves, SizeFinder
 from fsdp_ciera.kernels.hashing import BlockHasher
 from fsdp_ciera.kernels.memory import Bytes, empty_bytes, zeros_tensor
-from fsdp_ciera.kernels.planes import CHUNK_VALUES, Merger, chunks_of, merge_rows, split
-from fsdp_ciera.kernels.reference import checksum
+from fsdp_ciera.kernels.planes import Merger, merge_rows, split
+from fsdp_ciera.kernels.reference import CHUNK_VALUES, checksum, chunks_of
 
 __all__ = [
     "CHUNK_VALUES",

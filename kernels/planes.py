@@ -12,14 +12,7 @@ import numpy as np
 from fsdp_ciera.kernels.bits import pack_bits, unpack_bits
 from fsdp_ciera.kernels.formats import FloatFormat, Words
 from fsdp_ciera.kernels.memory import Bytes
-
-CHUNK_VALUES = 1 << 17  # a multiple of 8, so that packed bits of a chunk begin at a byte
-
-
-def chunks_of(num_values: int, chunk_values: int = CHUNK_VALUES) -> Iterator[slice]:
-    """The stretches of `chunk_values` values, the last one shorter."""
-    for start in range(0, num_values, chunk_values):
-        yield slice(start, min(start + chunk_values, num_values))
+from fsdp_ciera.kernels.reference import CHUNK_VALUES, chunks_of
 
 
 def split(

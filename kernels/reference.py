@@ -19,11 +19,11 @@ from fsdp_ciera.kernels.formats import FloatFormat, packed_bytes
 HASH_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)  # two independent streams: the first digits of pi after the point
 GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment: 2**64 / golden ratio
 MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of SplitMix64's finaliser
-CHUNK_VALUES = 1 << 17  # a multiple of 8, so that packed bits of a chunk begin at a byte
+CHUNK_VALUES = 1 << 17  # a multiple of 8, so that packed bits of a chunk begin at a byte; docs/wire-format.md names it
 
 
-def _chunks(num_values: int, chunk_values: int = CHUNK_VALUES) -> Iterator[slice]:
-    """See [Note: Chunks]."""
+def chunks_of(num_values: int, chunk_values: int = CHUNK_VALUES) -> Iterator[slice]:
+    """The stretches of `chunk_values` values, the last one shorter. See [Note: Chunks]."""
     for start in range(0, num_values, chunk_values):
         yield slice(start, min(start + chunk_values, num_values))
 
@@ -66,7 +66,7 @@ def hash_blocks(exponents: torch.Tensor) -> torch.Tensor:
     hashes = torch.empty(num_blocks, 2, dtype=torch.int64, device=exponents.device)
     for stream, seed in enumerate(HASH_SEEDS):
         keys = steps + _signed(seed)
-        for chunk in _chunks(num_blocks, max(1, CHUNK_VALUES // num_words)):
+        for chunk in chunks_of(num_blocks, max(1, CHUNK_VALUES // num_words)):
             hashes[chunk, stream] = splitmix64(splitmix64(words[chunk] ^ keys).sum(dim=1) ^ _signed(seed))
     return hashes
 
@@ -116,7 +116,7 @@ def split_planes(
         for width in (num_values, fmt.remainder_bytes(num_values))
     )
     sign_bit = 8 * fmt.item_bytes - 1
-    for chunk in _chunks(num_values):
+    for chunk in chunks_of(num_values):
         part = bits[:, chunk]
         rotated = (part << 1).bitwise_or_((part >> sign_bit).bitwise_and_(1))
         if fmt.remainder_is_low_byte:  # bf16: narrowing copies are vectorised, byte strides are not
@@ -144,7 +144,7 @@ def merge_planes(
         out = torch.empty(rows, num_values, dtype=fmt.dtype, device=exponents.device)
     bits = out.view(fmt.int_dtype)
     sign_bit = 8 * fmt.item_bytes - 1
-    for chunk in _chunks(num_values):
+    for chunk in chunks_of(num_values):
         if fmt.remainder_is_low_byte:
             merged = remainder[:, chunk].to(torch.int16)
             sign = merged << 15
@@ -175,7 +175,7 @@ def checksum(data: torch.Tensor) -> torch.Tensor:
     num_bytes = raw.shape[1]
     total = torch.zeros(rows, dtype=torch.int64, device=data.device)
     odd = torch.arange(1, 2 * min(CHUNK_VALUES, num_bytes // 8 + 1), 2, dtype=torch.int64, device=data.device)
-    for chunk in _chunks(num_bytes, 8 * CHUNK_VALUES):
+    for chunk in chunks_of(num_bytes, 8 * CHUNK_VALUES):
         part = raw[:, chunk]
         num_words = -(-part.shape[1] // 8)
         if part.shape[1] % 8 or any(offset % 8 for offset in (part.storage_offset(), part.stride(0))):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -198,6 +200,20 @@ def test_every_form_of_value_delta_is_taken_and_exact(dtype: torch.dtype, form: 
     assert gather(states, shards) == [0, 0]
 
 
+def decoded(
+    state: LockstepState, payload: np.ndarray[Any, Any], writer: SectionWriter, message: str | None
+) -> torch.Tensor | None:
+    """What rank 1 makes of rank 0's `payload`, 10 values; `None` when it refuses it with `message`, as it then must."""
+    num_bytes = write_table(payload, 0, writer.entries)
+    payloads, output = torch.from_numpy(payload[:num_bytes]).expand(2, -1), torch.zeros(2, 10).bfloat16()
+    if message is None:
+        state.decode(payloads, [num_bytes] * 2, output)
+        return output
+    with pytest.raises(CieraDecodeError, match=message):
+        state.decode(payloads, [num_bytes] * 2, output)
+    return None
+
+
 @pytest.mark.parametrize(
     ("what_is_wrong", "num_literals", "moves", "message"),
     [
@@ -224,13 +240,9 @@ def test_moves_and_literals_must_fit_together(
     writer.code_smallest([Form(np.array(moves, np.uint8), Coding.NIBBLES)])
     writer.code_smallest([Form(np.full(num_literals, 1, np.uint8))])
     writer.code_smallest([Form(np.full(num_literals, 127, np.uint8))])
-    num_bytes = write_table(payload, 0, writer.entries)
-    payloads, output = torch.from_numpy(payload[:num_bytes]).expand(2, -1), torch.zeros(2, 10).bfloat16()
-    if message is not None:
-        with pytest.raises(CieraDecodeError, match=message):
-            states[1].decode(payloads, [num_bytes] * 2, output)
+    output = decoded(states[1], payload, writer, message)
+    if output is None:
         return
-    states[1].decode(payloads, [num_bytes] * 2, output)
     expected = shards[0].clone()
     expected.view(torch.int16)[2] -= 1
     expected.view(torch.int16)[3] += 1
@@ -264,13 +276,9 @@ def test_small_and_large_values_are_told_apart(
         writer.code_smallest([Form(np.array(moves, np.uint8), Coding.NIBBLES)])
     writer.empty()
     writer.empty()
-    num_bytes = write_table(payload, 0, writer.entries)
-    payloads, output = torch.from_numpy(payload[:num_bytes]).expand(2, -1), torch.zeros(2, 10).bfloat16()
-    if message is not None:
-        with pytest.raises(CieraDecodeError, match=message):
-            states[1].decode(payloads, [num_bytes] * 2, output)
+    output = decoded(states[1], payload, writer, message)
+    if output is None:
         return
-    states[1].decode(payloads, [num_bytes] * 2, output)
     moved = (output[0].view(torch.int16) - shards[0].view(torch.int16)).tolist()
     assert moved == [0, 0, 1, 0, 0, 0, 1, -1, 0, 0]  # the sixth pattern is negative: one unit down is one pattern up
 

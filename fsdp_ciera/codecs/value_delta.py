@@ -107,9 +107,8 @@ class ValueDelta(FloatRunCodec):
             if is_changed:
                 changed = finder.positions()
                 fresh = now[changed]
-                is_sparse = 4 * finder.count < len(
-                    now
-                )  # else going through all values costs less than picking them out
+                # with many changes, going through all values costs less than picking them out
+                is_sparse = 4 * finder.count < len(now)
                 moved = moves.encode(fresh, last[changed]) if is_sparse else moves.encode(now, last)[changed]
                 if sizes is None:
                     large.positions.add(chunk.start, changed, finder.bitmap())
