@@ -35,9 +35,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fsdp_ciera.recipes.config import Recipe
-from fsdp_ciera.recipes.demo import KEEP_MEMORY, DemoOptions, demo_recipe
+from fsdp_ciera.recipes.demo import DemoOptions, demo_recipe
 from fsdp_ciera.recipes.demo_model import prepare_demo_model
-from fsdp_ciera.recipes.launch import run_local_ranks
+from fsdp_ciera.recipes.launch import KEEP_MEMORY, run_local_ranks
 from fsdp_ciera.recipes.train import TrainResult, train
 
 NUM_RANKS = 4

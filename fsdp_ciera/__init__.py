@@ -2,7 +2,7 @@
 
     from fsdp_ciera import CieraPolicy, fully_shard
 
-    policy = CieraPolicy.paper()
+    policy = CieraPolicy()
     for layer in model.model.layers:
         fully_shard(layer, ciera_policy=policy)
     fully_shard(model, ciera_policy=policy)
@@ -23,7 +23,12 @@ from fsdp_ciera.errors import (
     UnsupportedTorchError,
 )
 from fsdp_ciera.memory import MemoryEstimate, estimate_memory
+from fsdp_ciera.plan import Plan, PlanRow
+from fsdp_ciera.policies.costs import CodecCost, StageCost
+from fsdp_ciera.policies.links import Link
+from fsdp_ciera.policies.profile import Profile
 from fsdp_ciera.policy import CieraPolicy
+from fsdp_ciera.profiler import Profiler
 from fsdp_ciera.statistics import Bytes, CieraStats
 from fsdp_ciera.version import __version__
 
@@ -39,8 +44,15 @@ __all__ = [
     "CieraPolicyError",
     "CieraStats",
     "CieraVerifyError",
+    "CodecCost",
+    "Link",
     "MemoryEstimate",
+    "Plan",
+    "PlanRow",
+    "Profile",
+    "Profiler",
     "RecipeError",
+    "StageCost",
     "UnsupportedTorchError",
     "__version__",
     "attach",

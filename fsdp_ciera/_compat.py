@@ -74,8 +74,8 @@ __all__ = [
     "check_torch_version",
     "default_store",
     "gather_dtype",
+    "gather_groups",
     "gather_input",
-    "gather_ranks",
     "get_comm",
     "group_phase",
     "is_default_comm",
@@ -235,16 +235,22 @@ def shard_world_size(group: FSDPParamGroup) -> int:
     return int(getattr(group.mesh_info, "shard_mesh_size", 1))
 
 
-def gather_ranks(group: FSDPParamGroup) -> list[list[int]]:
-    """The global ranks of all process groups that this group's parameters are gathered over, in each group's order.
+def gather_groups(group: FSDPParamGroup, *, will_be_root: bool = False) -> list[tuple[dist.ProcessGroup, int]]:
+    """The process groups that this group's parameters are gathered over, and how often in a forward and its backward.
 
-    Two with `reshard_after_forward=<int>` (the whole shard mesh in forward, the smaller one in backward), otherwise one.
+    With `reshard_after_forward=<int>` two (the whole shard mesh in forward, the smaller one in backward), otherwise one, of
+    two gathers or, where parameters are kept after forward, of a single one. None for a group that is not sharded. FSDP2
+    settles only in the root's first forward that the root keeps its parameters: before, `will_be_root` says so.
     """
-    infos = [group.mesh_info]
-    if group.post_forward_mesh_info is not None and group.post_forward_mesh_info is not group.mesh_info:
-        infos.append(group.post_forward_mesh_info)
-    groups = [getattr(info, "shard_process_group", None) for info in infos]
-    return [dist.get_process_group_ranks(group) for group in groups if group is not None]
+    whole, after_forward = group.mesh_info, group.post_forward_mesh_info
+    if will_be_root and cast(FSDPModule, group.modules[0])._get_fsdp_state()._auto_reshard_after_forward:
+        after_forward = None
+    if after_forward is None or after_forward is whole:
+        infos = [(whole, 1 if after_forward is None else 2)]
+    else:
+        infos = [(whole, 1), (after_forward, 1)]
+    found = [(getattr(info, "shard_process_group", None), num_gathers) for info, num_gathers in infos]
+    return [(process_group, num_gathers) for process_group, num_gathers in found if process_group is not None]
 
 
 def sibling_groups(group: FSDPParamGroup) -> list[FSDPParamGroup]:

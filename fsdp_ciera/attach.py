@@ -163,6 +163,9 @@ def stats(model: nn.Module) -> CieraStats:
     report = CieraStats(world_size=max(shard_world_size(comm.param_group) for comm in comms))
     for comm in comms:
         report.merge(comm.stats())
+        plan = comm.cohort.plan if comm.cohort is not None else None
+        if plan is not None and not any(plan is other for other in report.plans):
+            report.plans.append(plan)
     return report
 
 

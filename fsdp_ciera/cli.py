@@ -93,6 +93,117 @@ def _demo(parsed: argparse.Namespace) -> int:
     )
 
 
+def _add_profile(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "profile",
+        help="fine-tune as a recipe says and measure what each step changes",
+        description="Fine-tune a model as a TOML recipe says, on parallel.ranks processes of this machine or as one rank "
+        "when started by torchrun, and measure how often exponents, blocks, shards and values change. Writes profile.json, "
+        "a table of change rates for policies, and the figures of the paper's section 2.",
+    )
+    parser.add_argument("recipe", metavar="RECIPE.toml")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="override one key of the recipe; may be repeated",
+    )
+    parser.add_argument("--interval", type=_count, default=1, help="steps between two looks at the shards (default: 1)")
+    parser.add_argument(
+        "--warmup-steps",
+        type=_count_or_zero,
+        default=30,
+        help="first steps that are left out of averages and table, as the paper does (default: 30)",
+    )
+    parser.add_argument("--out", metavar="FOLDER", help="where results go (default: <train.output>/profile)")
+    parser.add_argument("--table", metavar="NAME", help="name of the table (default: that of the model's folder)")
+    parser.set_defaults(run=_profile)
+
+
+def _profile(parsed: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from fsdp_ciera.recipes.profile import ProfileOptions, run_profile
+
+    return run_profile(
+        ProfileOptions(
+            recipe=Path(parsed.recipe),
+            overrides=tuple(parsed.overrides),
+            interval=parsed.interval,
+            warmup_steps=parsed.warmup_steps,
+            output=None if parsed.out is None else Path(parsed.out),
+            table=parsed.table,
+        )
+    )
+
+
+def _count_or_zero(text: str) -> int:
+    return 0 if text == "0" else _count(text)
+
+
+def _add_plan(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="what would fsdp_ciera bring a model on a cluster? (no GPU and no weights needed)",
+        description="Plan the codecs of a model's parameters on a cluster, and compare bytes and seconds of an optimizer step "
+        "with FSDP2, ZeRO-3 and ZeRO++. A projection: links and codec costs are what you say they are.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "model", help="a model of the paper by name, such as olmoe-1b-7b, or a folder with a config.json"
+    )
+    parser.add_argument("--world-size", type=_count, default=16, help="ranks that share the parameters")
+    parser.add_argument("--ranks-per-node", type=_count, default=8, help="ranks of a node")
+    parser.add_argument("--between-nodes", metavar="SPEED", default="8GB/s 30us",
+                        help="bus bandwidth and latency of an all-gather across nodes")  # fmt: skip
+    parser.add_argument("--in-node", metavar="SPEED", default="230GB/s 15us", help="the same inside a node")
+    parser.add_argument("--lr", type=float, default=1e-5, help="learning rate")
+    parser.add_argument("--budget", metavar="BYTES", default="8GiB", help="caches on each rank, or none for no limit")
+    parser.add_argument(
+        "--micro-batches", type=_count, default=1, help="forward and backward passes in an optimizer step"
+    )
+    parser.add_argument("--codecs", nargs="+", metavar="CODEC", help="codecs to choose from")
+    parser.add_argument("--paper", action="store_true", help="as published: exponent_block, chosen greedily")
+    parser.add_argument("--topology", default="auto", help="flat, hierarchical or auto")
+    parser.add_argument("--costs", default="a100", help="codec costs: a100, this-machine, or the path of a JSON file")
+    parser.add_argument("--table", help="change rates: a shipped table or the path of one; the model's own by default")
+    parser.add_argument(
+        "--reduce-dtype", choices=("float32", "bfloat16"), default="float32", help="of FSDP2's gradients"
+    )
+    parser.add_argument("--json", metavar="PATH", help="write everything there; - for stdout, without tables")
+    parser.add_argument("--plot", metavar="PATH", help="draw it there (PNG)")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(parsed: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from fsdp_ciera.recipes.plan import PlanOptions, run_plan
+
+    return run_plan(
+        PlanOptions(
+            model=parsed.model,
+            world_size=parsed.world_size,
+            ranks_per_node=parsed.ranks_per_node,
+            between_nodes=parsed.between_nodes,
+            in_node=parsed.in_node,
+            lr=parsed.lr,
+            budget=parsed.budget,
+            micro_batches=parsed.micro_batches,
+            codecs=tuple(parsed.codecs) if parsed.codecs else None,
+            paper=parsed.paper,
+            topology=parsed.topology,
+            costs=parsed.costs,
+            table=parsed.table,
+            reduce_dtype=parsed.reduce_dtype,
+            json_path=parsed.json,
+            plot=Path(parsed.plot) if parsed.plot else None,
+        )
+    )
+
+
 def _count(text: str) -> int:
     number = int(text) if text.isdecimal() else 0
     if number < 1:
@@ -100,7 +211,7 @@ def _count(text: str) -> int:
     return number
 
 
-_COMMANDS: tuple[Callable[[_Commands], None], ...] = (_add_finetune, _add_demo)
+_COMMANDS: tuple[Callable[[_Commands], None], ...] = (_add_finetune, _add_demo, _add_profile, _add_plan)
 """Each adds one sub-command, with `set_defaults(run=function)`; the function takes the parsed arguments and returns the
 exit code. What is slow to import is imported in the function."""
 

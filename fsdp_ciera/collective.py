@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,14 +26,15 @@ from fsdp_ciera._compat import (
     names_are_known,
     param_names_and_sizes,
 )
+from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.exchange import Outcome, Result, exchange_payloads
 from fsdp_ciera.kernels.ops import checksum
-from fsdp_ciera.layout import build_layout
-from fsdp_ciera.plan import codecs_of
+from fsdp_ciera.layout import Layout, build_layout
+from fsdp_ciera.planner import Cohort, plan_for
 from fsdp_ciera.policy import CieraPolicy
 from fsdp_ciera.sizes import Agreed, agree
 from fsdp_ciera.statistics import CieraStats
-from fsdp_ciera.stream import Stream
+from fsdp_ciera.stream import Changes, Stream
 from fsdp_ciera.topology import check_node_size, cut_of, ranks_per_node_of
 from fsdp_ciera.verification import check_against_raw, check_checksums
 
@@ -41,9 +44,11 @@ class CieraAllGather(AllGather):
 
     What comes out of a call is bit for bit what a plain all-gather gives. On CPU (gloo) a call makes two collectives on
     the process group that FSDP2 passes in: a header of 64 bytes a rank, then the payloads (nothing when nobody has
-    anything to send). With sizes settled ahead the first one falls away. Hierarchical gathers exchange payloads between nodes
-    only, and one more collective spreads the shards inside each node. On other devices nothing is compressed yet: the plain
-    all-gather runs, and `stats` says so.
+    anything to send). With sizes settled ahead the first one falls away; a group whose plan chose no codec makes the plain
+    gather alone, see [Note: Never slower]. Hierarchical gathers exchange payloads between nodes
+    only, and one more collective spreads the shards inside each node. The first call under an FSDP root plans all its groups
+    (fsdp_ciera.planner), which takes up to some seconds where links and codecs are measured. On other devices nothing is
+    compressed yet: the plain all-gather runs, and `stats` says so.
 
     Memory besides the caches, while a call runs: see `fsdp_ciera.exchange.exchange_payloads`; for a flat gather the payloads
     of all ranks (less than the output).
@@ -69,8 +74,11 @@ class CieraAllGather(AllGather):
     def __init__(self, param_group: FSDPParamGroup, policy: CieraPolicy) -> None:
         self.param_group = param_group
         self.policy = policy
+        self.cohort: Cohort | None = None
+        """The groups that it is planned with; from the first gather on (fsdp_ciera.planner)."""
         self.planned_codecs: tuple[str, ...] | None = None
-        """The codec of each parameter; decided at the first gather (fsdp_ciera.plan)."""
+        """Of each parameter, as the cohort's plan says."""
+        self._changes: dict[tuple[str, torch.dtype, int], Changes] = {}  # by stream
         self._counts = CieraStats()
         self._streams: dict[tuple[str, torch.dtype, int], Stream] = {}
 
@@ -96,9 +104,11 @@ class CieraAllGather(AllGather):
         """
         names_known = names_are_known(self.param_group)  # See [Note: Names come with the first forward]
         if output_tensor.device.type != "cpu" or input_tensor.numel() == 0 or not names_known:
-            return self._gather_plain(output_tensor, input_tensor, group, async_op)
+            return self._gather_plain(output_tensor, input_tensor, group, async_op, None)
         with torch.inference_mode(False), torch.no_grad():
             stream = self._stream(input_tensor, group)
+            if self._goes_plain(stream):
+                return self._gather_plain(output_tensor, input_tensor, group, async_op, stream.layout)
             try:
                 self._gather(stream, output_tensor.view(group.size(), -1), input_tensor)
             except BaseException:
@@ -112,6 +122,17 @@ class CieraAllGather(AllGather):
         """The next gather of every stream is a full one."""
         for stream in self._streams.values():
             stream.forget()
+
+    def adopt(self, codecs: tuple[str, ...]) -> None:
+        """The plan for the parameters of this group, from the next gather on: a full one when it differs from the last.
+
+        Called on all ranks at the same gather. Counts and stage seconds go on.
+        """
+        if codecs == self.planned_codecs:
+            return
+        self.planned_codecs = codecs
+        self._counts = self.stats(with_caches=False)
+        self._streams.clear()
 
     def shard_to_settle(self) -> tuple[Stream, torch.Tensor] | None:
         """The stream of the group's forward gathers, and what it would gather now [num_values]: for `settle_ahead`.
@@ -129,12 +150,12 @@ class CieraAllGather(AllGather):
         """Counts what `settle_ahead` sent, on behalf of all its groups."""
         self._counts.count_overhead("settle", sent_bytes, link="flat")
 
-    def stats(self) -> CieraStats:
+    def stats(self, *, with_caches: bool = True) -> CieraStats:
         """A copy of the counts so far, with the caches held now."""
         report = CieraStats()
         report.merge(self._counts)
         for stream in self._streams.values():
-            report.cache_bytes += stream.state.cache_bytes
+            report.cache_bytes += stream.state.cache_bytes if with_caches else 0
             report.world_size = max(report.world_size, stream.cut.world_size)
             for stage, seconds in stream.state.stage_seconds.items():
                 report.stage_seconds[stage] = report.stage_seconds.get(stage, 0.0) + seconds
@@ -152,6 +173,7 @@ class CieraAllGather(AllGather):
                 assert encoded is not None
                 stream.epoch.first = None
                 stream.epoch.num_gathers += 1
+                self._note_gather(stream, promise.headers, local)
                 self._complete(stream, Agreed(encoded, promise.headers, 0), result, output, local)
                 return
             # See [Note: An epoch ends on all ranks together]
@@ -165,6 +187,7 @@ class CieraAllGather(AllGather):
         result = exchange_payloads(stream, agreed.encoded, agreed.sizes, output, local)
         result.sent_bytes += wasted_bytes
         result.sent_in_node_bytes += wasted_in_node_bytes
+        self._note_gather(stream, agreed.headers, local)
         self._complete(stream, agreed, result, output, local)
 
     def _complete(
@@ -190,6 +213,17 @@ class CieraAllGather(AllGather):
                 sent = check_against_raw(output, local, stream.group, stream.where, result.failure)
             self._counts.count_overhead(phase, sent, link="flat" if stream.cut.is_flat else "between_nodes")
 
+    def _note_gather(self, stream: Stream, headers: np.ndarray[Any, Any], local: torch.Tensor) -> None:
+        """Payloads have moved, on all ranks: the cohort may renew its plan. See [Note: Steps are counted in headers]."""
+        assert self.cohort is not None
+        step = int(headers["num_changes"].max())
+        self.cohort.note_gather(self, stream.group, step, group_phase(self.param_group) == "forward", local)
+
+    def _goes_plain(self, stream: Stream) -> bool:
+        """[Note: Never slower] Where a policy that could have chosen a codec chose none, gathers run as in stock FSDP2, without
+        headers: all ranks have the same plan. Test: test_planner.py, a fast link."""
+        return self.policy.may_go_plain and stream.layout.is_raw
+
     def _check_is_due(self, sequence: int) -> bool:
         verify = self.policy.verify
         return verify == "every" or (isinstance(verify, int) and sequence % verify == 0)
@@ -212,17 +246,21 @@ class CieraAllGather(AllGather):
         self._counts.count(phase, links, runs)
 
     def _gather_plain(
-        self, output: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+        self, output: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup, async_op: bool, layout: Layout | None
     ) -> dist.Work | None:
         device = output.device.type
         if device != "cpu" and not self._counts.notes:
             text = f"gathers on {device} are not compressed yet: they run as in stock FSDP2"
             self._counts.note(text)
             warnings.warn(f"fsdp_ciera: {text}", stacklevel=2)
-        sent = (group.size() - 1) * local.numel() * local.element_size()
+        per_value = (group.size() - 1) * local.element_size()
+        shares = (
+            [("other", local.numel())] if layout is None else [(run.category, run.num_values) for run in layout.runs]
+        )
+        runs = [(category, "raw", per_value * size, per_value * size) for category, size in shares]
+        sent = per_value * local.numel()
         self._counts.world_size = group.size()
-        phase = f"plain/{group_phase(self.param_group)}"
-        self._counts.count(phase, [("flat", sent, sent)], [("other", "raw", sent, sent)])
+        self._counts.count(f"plain/{group_phase(self.param_group)}", [("flat", sent, sent)], runs)
         work = all_gather_flat(output, local, group, async_op)
         return work if async_op else None
 
@@ -234,7 +272,10 @@ class CieraAllGather(AllGather):
 
     def _open_stream(self, local: torch.Tensor, group: dist.ProcessGroup) -> Stream:
         module, names, sizes = param_names_and_sizes(self.param_group, local.dtype)
-        codecs = codecs_of(self, local.dtype, group)
+        if self.planned_codecs is None:
+            plan_for(self, local.dtype, group)
+        assert self.planned_codecs is not None
+        codecs = [codec if CODECS[codec].supports(local.dtype) else "raw" for codec in self.planned_codecs]
         layout = build_layout(names, sizes, codecs, local.numel(), local.dtype)
         if layout.is_raw and any(codec != "raw" for codec in self.policy.codecs) and local.dtype == torch.uint8:
             self._counts.note(f"{module}: a group of mixed dtypes is gathered as bytes, so it goes raw")
@@ -244,4 +285,5 @@ class CieraAllGather(AllGather):
                 f"nodes of {ranks_per_node_of(self.policy)} ranks do not cut a group of {group.size()} ranks into several "
                 "equal parts of several ranks, so it is gathered flat"
             )
-        return Stream(module, self.policy, layout, group, cut)
+        key = (group.group_name, local.dtype, local.numel())
+        return Stream(module, self.policy, layout, group, cut, self._changes.setdefault(key, Changes()))

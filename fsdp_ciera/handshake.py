@@ -17,7 +17,15 @@ import torch.distributed as dist
 
 from fsdp_ciera._compat import all_gather_bytes
 from fsdp_ciera.errors import CieraDesyncError, CieraMismatchError, CieraPeerError
-from fsdp_ciera.wire import MAGIC, WIRE_VERSION, Status
+from fsdp_ciera.wire import (
+    MAGIC,
+    WIRE_VERSION,
+    Status,
+    encode_descriptor,
+    fingerprint_of,
+    pack_header,
+    unpack_headers,
+)
 
 
 class Agreement(Enum):
@@ -75,6 +83,15 @@ def settle(
         f"{where}: {found}. A rank has skipped, repeated or swapped a forward or backward pass; after an exception call "
         "reset_iter_state() and fsdp_ciera.invalidate(model) on all ranks"
     )
+
+
+def check_same(descriptor: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+    """All ranks must describe what they do next alike: a header of its own says so, settled like any other. Collective."""
+    text = encode_descriptor(descriptor)
+    header = pack_header(
+        status=Status.READY, fingerprint=fingerprint_of(descriptor), sequence=1, base=0, descriptor_bytes=len(text)
+    )
+    settle(unpack_headers(all_gather_bytes(header, group)), descriptor, text, group, None)
 
 
 def _exchange(text: bytes, headers: np.ndarray[Any, Any], group: dist.ProcessGroup) -> list[bytes]:

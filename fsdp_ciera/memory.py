@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from math import prod
 from typing import Any, cast
 
-import torch
 from rich.table import Table
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from fsdp_ciera._compat import (
     FSDPModule,
     FSDPParamGroup,
-    gather_ranks,
     names_are_known,
     param_groups,
     shard_world_size,
@@ -28,9 +24,12 @@ from fsdp_ciera._compat import (
 )
 from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.errors import CieraPolicyError
+from fsdp_ciera.future import future_shapes, gathered_dtype, shape_from_parameters
 from fsdp_ciera.layout import Layout
-from fsdp_ciera.plan import GroupShape, Span, choose_codecs, shape_of, spans_of
+from fsdp_ciera.plan import Conditions, Plan, make_plan
+from fsdp_ciera.policies.links import Link
 from fsdp_ciera.policy import CieraPolicy
+from fsdp_ciera.shapes import GroupShape, Span, shape_of, spans_of_group
 from fsdp_ciera.topology import check_node_size
 from fsdp_ciera.wire import TABLE_ENTRY_BYTES
 
@@ -101,7 +100,9 @@ def estimate_memory(
     the rest in the root's; gathered as `mp_policy.param_dtype` (default: the parameters' own); with an int for
     `reshard_after_forward`, all but the root are gathered over that many ranks in backward, as rank 0 sees it. HSDP: give
     the size of the shard dimension. A model under FSDP2 has all that already, so these three are not looked at then; ask
-    between steps, when parameters are sharded. The plan is the one that `attach(model, policy)` will make.
+    between steps, when parameters are sharded. The plan is the one that `attach(model, policy)` will make; but where it would
+    measure links and codecs, shards get the codec that sends the fewest bytes, which caches most, and a budget that is
+    a share of free memory counts as none.
 
     Allocates nothing on the model's device and communicates nothing; a model that is not sharded needs no process group.
     Cost: some microseconds a parameter. Raises `CieraPolicyError` for arguments that are not allowed, or a
@@ -123,14 +124,22 @@ def estimate_memory(
             )
     else:
         cast_dtype = None if mp_policy is None else mp_policy.param_dtype
-        part = _part_size(reshard_after_forward, world_size)
-        shapes_of_roots = [list(_future_shapes(model, policy, world_size, cast_dtype, part, units))]
+        shapes_of_roots = [future_shapes(model, policy, world_size, cast_dtype, reshard_after_forward, units)]
     plans = [
         (shape, codecs)
         for shapes in shapes_of_roots  # every FSDP root has the whole budget
-        for shape, codecs in zip(shapes, choose_codecs(shapes, policy, policy.cache_budget_bytes), strict=True)
+        for shape, codecs in zip(shapes, plan_without_measuring(shapes, policy).codecs, strict=True)
     ]
     return _estimate(plans, policy, world_size)
+
+
+def plan_without_measuring(shapes: Sequence[GroupShape], policy: CieraPolicy) -> Plan:
+    """The plan of these groups, from what the policy says: without figures for link and codecs, as if only bytes counted."""
+    links = None
+    if isinstance(policy.link, Link) and not policy.measures:
+        links = [[policy.link for _ in shape.spans] for shape in shapes]
+    budget_bytes = None if policy.is_share_of_memory else policy.cache_budget_bytes(0)
+    return make_plan(shapes, policy, Conditions(links=links, costs=policy.codec_costs or {}, budget_bytes=budget_bytes))
 
 
 def _estimate(
@@ -191,127 +200,26 @@ def _live_shapes(root: nn.Module, policy: CieraPolicy) -> Iterator[GroupShape]:
     """The groups under an FSDP root, in the order in which it lists them."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     groups = {id(group): group for m in root.modules() if isinstance(m, FSDPModule) for group in param_groups(m)}
-    for group in groups.values():
-        yield shape_of(group, policy) if names_are_known(group) else _shape_before_forward(group, names, policy)
+    own = {id(group) for group in param_groups(root)}
+    for key, group in groups.items():
+        if names_are_known(group):
+            yield shape_of(group, policy)
+        else:
+            yield _shape_before_forward(group, names, policy, is_root=key in own)
 
 
-def _shape_before_forward(group: FSDPParamGroup, names: dict[int, str], policy: CieraPolicy) -> GroupShape:
+def _shape_before_forward(
+    group: FSDPParamGroup, names: dict[int, str], policy: CieraPolicy, *, is_root: bool
+) -> GroupShape:
     """The shape that a group will have once its root has run its first forward; before, FSDP2 has settled no dtype."""
     parameters = sharded_parameters(group)
-    return _shape(
+    return shape_from_parameters(
         [names[id(parameter)] for parameter, _, _ in parameters],
         [size for _, size, _ in parameters],
-        [_gathered_dtype(parameter.dtype, cast_dtype) for parameter, _, cast_dtype in parameters],
+        [gathered_dtype(parameter.dtype, cast_dtype) for parameter, _, cast_dtype in parameters],
         shard_world_size(group),
-        spans_of(gather_ranks(group), policy),
+        spans_of_group(group, policy, will_be_root=is_root),
     )
-
-
-# A model that is not sharded yet
-
-
-def _part_size(reshard_after_forward: bool | int | None, world_size: int) -> int | None:
-    """The ranks that a backward gather spans when they are fewer than all; `None` when there is no such stream."""
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return None
-    part = reshard_after_forward
-    if not isinstance(part, int) or part < 1 or world_size % part:
-        raise CieraPolicyError(
-            f"reshard_after_forward={part!r} must be a bool, None or a divisor of the world_size, which is {world_size}"
-        )
-    return part if 1 < part < world_size else None
-
-
-def _future_shapes(
-    model: nn.Module,
-    policy: CieraPolicy,
-    world_size: int,
-    cast_dtype: torch.dtype | None,
-    part: int | None,
-    units: Sequence[nn.Module | Sequence[nn.Module]] | None,
-) -> Iterator[GroupShape]:
-    """The groups that FSDP2 would make, in the order in which the root will list them: its own first."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    whole = list(range(world_size))
-    spans = spans_of([whole], policy)
-    unit_spans = spans if part is None else spans_of([whole, whole[:part]], policy)
-    position = {id(module): index for index, module in enumerate(model.modules())}
-    groups = [
-        [unit] if isinstance(unit, nn.Module) else list(unit) for unit in (_layers(model) if units is None else units)
-    ]
-    owners = {id(module) for group in groups for module in group}
-    if not owners <= position.keys():
-        raise CieraPolicyError(f"units={units!r} must be modules of the model, or lists of them")
-    groups.sort(key=lambda group: min(position[id(module)] for module in group))
-    seen: set[int] = set()  # a parameter that several modules share is gathered once
-    owned = [_managed_parameters(group, owners, seen) for group in groups]
-    rest = [] if id(model) in owners else _managed_parameters([model], owners, seen)
-    for parameters, its_spans in ((rest, spans), *((one, unit_spans) for one in owned)):
-        if parameters:
-            yield _shape(
-                [names[id(parameter)] for parameter in parameters],
-                [_padded_shard_size(parameter, world_size) for parameter in parameters],
-                [_gathered_dtype(parameter.dtype, cast_dtype) for parameter in parameters],
-                world_size,
-                its_spans,
-            )
-
-
-def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The entries of the outermost lists of at least two modules of one class; experts inside a layer are none."""
-    entries = list(module.children())
-    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-    if is_list and len(entries) >= 2 and len({type(entry) for entry in entries}) == 1:
-        yield from entries
-    else:
-        for entry in entries:
-            yield from _layers(entry)
-
-
-def _managed_parameters(group: Sequence[nn.Module], owners: set[int], seen: set[int]) -> list[nn.Parameter]:
-    """What FSDP2 puts into the group of these modules, in its order: children first, other units left out."""
-    roots = {id(module) for module in group}
-    visited: set[int] = set()
-    found: list[nn.Parameter] = []
-
-    def visit(module: nn.Module) -> None:
-        if id(module) in visited or (id(module) in owners and id(module) not in roots):
-            return
-        visited.add(id(module))
-        for child in module.children():
-            visit(child)
-        for parameter in module.parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                found.append(parameter)
-
-    for module in group:
-        visit(module)
-    return found
-
-
-def _padded_shard_size(parameter: nn.Parameter, world_size: int) -> int:
-    """Values of the local shard: FSDP2 cuts dimension 0, of the local part where tensor parallelism has cut before."""
-    shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
-    return -(-shape[0] // world_size) * prod(shape[1:]) if shape else 1
-
-
-# Both
-
-
-def _gathered_dtype(own: torch.dtype, cast_dtype: torch.dtype | None) -> torch.dtype:
-    """FSDP2 casts floating-point parameters only."""
-    return cast_dtype if cast_dtype is not None and own.is_floating_point else own
-
-
-def _shape(
-    names: Sequence[str], sizes: Sequence[int], dtypes: Sequence[torch.dtype], world_size: int, spans: tuple[Span, ...]
-) -> GroupShape:
-    """A group of several dtypes is gathered as bytes."""
-    if len(set(dtypes)) == 1:
-        return GroupShape(tuple(names), tuple(sizes), dtypes[0], world_size, spans)
-    num_bytes = [size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
-    return GroupShape(tuple(names), tuple(num_bytes), torch.uint8, world_size, spans)
 
 
 def _mib(num_bytes: int) -> str:

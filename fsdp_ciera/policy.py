@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
+from math import isfinite
+from pathlib import Path
 from typing import Any, Literal
 
 from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.errors import CieraPolicyError
 from fsdp_ciera.policies.categories import CATEGORIES
+from fsdp_ciera.policies.costs import CodecCost
+from fsdp_ciera.policies.links import Link, parse_link
+from fsdp_ciera.policies.tables import shipped_tables
 
 _BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _TOPOLOGIES = ("flat", "hierarchical", "auto")
+_SELECTIONS = ("knapsack", "greedy")
+AUTO_SHARE = 0.25
+"""What `cache_budget="auto"` takes of the free memory."""
 
 
 def parse_byte_size(text: str) -> int:
@@ -30,37 +39,53 @@ def parse_byte_size(text: str) -> int:
 class CieraPolicy:
     """How the all-gathers of an FSDP2 module travel. Immutable; every rank must hold the same one.
 
-    The default sends every category with the paper's codec. It costs each GPU `(world_size - 1) / world_size` bytes of
-    cache for each parameter of the opted-in categories (`cache_budget` caps it), 16 bytes per 512 values of the own
-    shard, and never changes a bit of what the module computes with. On bf16 it sends about half the bytes.
+    The default measures the links and this machine's codecs at the first gather, and gives each shard the codec that saves
+    most seconds in an optimizer step, within a quarter of the memory that is free then; where nothing pays, gathers run as in
+    stock FSDP2. It never changes a bit of what the module computes with.
 
     Raises `CieraPolicyError` (a `ValueError`) for a field that is not allowed, naming what is.
     """
 
-    codecs: tuple[str, ...] = ("exponent_block",)
-    """Codecs in order of preference: each parameter gets the first one that knows its gathered dtype and whose cache still
-    fits `cache_budget`; parameters that get none, or are not opted in, go raw in the same gather. Allowed:
-    `"value_delta"` (0.1 to 2 bits a value of bf16 after an optimizer step, nothing in repeat gathers; caches the own
+    codecs: tuple[str, ...] = ("value_delta", "exponent_delta", "exponent_block", "entropy")
+    """Codecs that the policy may choose from. With several, each shard gets the one with most gain, or goes raw where none
+    has any. A single one is used wherever it is opted in and fits the budget, gain or no gain, and nothing is measured.
+    Allowed: `"value_delta"` (0.1 to 2 bits a value of bf16 after an optimizer step, nothing in repeat gathers; caches the own
     shard and all others at 2 bytes a value), `"exponent_delta"` (about 8 bits in every gather; half that cache),
     `"exponent_block"` (the paper, Algorithm 1; 8 bits and the exponents of changed blocks; that half without the own
-    shard), `"entropy"` (10.6 bits, no cache) and `"raw"`. The last two cost no cache and so always fit: nothing after them
-    is ever chosen, and with `"entropy"` at the end no floating-point parameter goes raw."""
+    shard), `"entropy"` (10.6 bits, no cache) and `"raw"`, which is always there: name it beside a single codec to have that
+    one weighed against it."""
 
     categories: tuple[str, ...] | None = None
     """Shard categories to compress: any of `expert_ffn`, `attention`, `routing_gate`, `layer_norm`, `embedding` (with
     the LM head) and `other`. The rest of a group goes raw in the same gather. `None`: all of them."""
 
-    cache_budget: str | int | None = None
-    """Most bytes of caches on each rank, for all modules under one FSDP root that carry an equal policy: a number of bytes
-    or a string such as `"8GiB"`. `codecs[0]` goes to the largest parameters first, until nothing more fits, then
-    `codecs[1]` to those left over, with what is left of the budget, and so on. `None`: no limit. What a policy costs a model
-    is known beforehand: `fsdp_ciera.estimate_memory`."""
+    cache_budget: str | int | float | None = "auto"
+    """Most bytes of caches on each rank, for all modules under one FSDP root that carry an equal policy: a number of bytes, a
+    string such as `"8GiB"`, a share of the memory that is free at the first gather on the rank with least of it (a float
+    above 0 and up to 1), or `"auto"`, a quarter of it. `None`: no limit. What a policy costs a model is known beforehand:
+    `fsdp_ciera.estimate_memory`."""
 
     block_size: int = 512
     """Values per block (the paper's B): a multiple of 8 from 64 to 4096."""
 
     tables: str | None = None
-    """Reserved for change-rate tables; only `None` so far."""
+    """Change rates to plan with: the name of a shipped table (`fsdp_ciera.policies.tables.shipped_tables()`) or the path of
+    one that `ciera profile` wrote, which only rank 0 reads. `None`: the shipped one that was measured with every codec."""
+
+    learning_rate: float | None = None
+    """At which rates are looked up. `None`: 1e-4 is assumed."""
+
+    micro_batches: int = 1
+    """Forward and backward passes in an optimizer step: all gathers but the first after the weights changed are repeats."""
+
+    link: Link | str | None = None
+    """The links that payloads take: a `Link`, or a text such as `"8GB/s"` or `"25MB/s 2ms"`. `None`: measured."""
+
+    codec_costs: Mapping[str, CodecCost] | None = field(default=None, hash=False)
+    """Seconds that codecs take, by name. `None`: measured on every rank; the slowest counts."""
+
+    selection: Literal["knapsack", "greedy"] = "knapsack"
+    """`"knapsack"`: the most gain that fits the budget. `"greedy"`: as published, by gain per byte of cache."""
 
     topology: Literal["flat", "hierarchical", "auto"] = "flat"
     """`"flat"`: every rank exchanges with every other one of the shard group. `"hierarchical"`: compressed between nodes,
@@ -79,7 +104,11 @@ class CieraPolicy:
     """Whether stages may run beside the gather on CUDA. Without effect on CPU."""
 
     adapt_every: int | None = None
-    """Reserved for re-planning while training runs; only `None` so far."""
+    """Renew the plan every so many optimizer steps, from rates measured in this run, with every codec on every shard. That
+    costs one copy of the own shards for a step and the time of encoding them, and raw groups exchange headers too."""
+
+    warmup_steps: int = 30
+    """Optimizer steps before the first measurement for `adapt_every` (the paper's 30 iterations)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.codecs, (tuple, list)) or not self.codecs:
@@ -87,6 +116,8 @@ class CieraPolicy:
         object.__setattr__(self, "codecs", tuple(self.codecs))
         for name in self.codecs:
             _check_choice("codecs", name, tuple(CODECS))
+            if self.codecs.count(name) > 1:
+                raise CieraPolicyError(f"codecs={self.codecs!r} has {name!r} more than once")
         if self.categories is not None:
             if not isinstance(self.categories, (tuple, list)):
                 raise CieraPolicyError(f"categories={self.categories!r} must be a tuple of names out of {CATEGORIES}")
@@ -108,36 +139,121 @@ class CieraPolicy:
                     f"ranks_per_node={self.ranks_per_node} means nothing to a flat gather: add "
                     'topology="hierarchical" or "auto"'
                 )
-        for reserved in ("tables", "adapt_every"):
-            if getattr(self, reserved) is not None:
-                raise CieraPolicyError(f"{reserved}={getattr(self, reserved)!r} is not supported yet: leave it None")
-        if self.cache_budget is not None and not isinstance(self.cache_budget, str) and not _is_int(self.cache_budget):
-            raise CieraPolicyError(f'cache_budget={self.cache_budget!r} must be None, a number of bytes or a string '
-                                   'such as "8GiB"')  # fmt: skip
-        if (self.cache_budget_bytes or 0) < 0:
-            raise CieraPolicyError(f"cache_budget={self.cache_budget!r} must not be negative")
+        _check_choice("selection", self.selection, _SELECTIONS)
+        for name, least in (("micro_batches", 1), ("adapt_every", 1), ("warmup_steps", 0)):
+            value = getattr(self, name)
+            if not (name == "adapt_every" and value is None) and (not _is_int(value) or value < least):
+                raise CieraPolicyError(f"{name}={value!r} must be an int of at least {least}")
+        if self.adapt_every is not None and len(self.codecs) == 1:
+            raise CieraPolicyError(
+                f"adapt_every={self.adapt_every} with codecs={self.codecs!r} leaves nothing to choose: name several codecs"
+            )
+        if self.learning_rate is not None and not (_is_number(self.learning_rate) and self.learning_rate > 0):
+            raise CieraPolicyError(f"learning_rate={self.learning_rate!r} must be None or a number above 0")
+        self._check_tables()
+        self._check_figures()
+        self._check_budget()
+
+    def _check_tables(self) -> None:
+        if self.tables is None or self.tables in shipped_tables():
+            return
+        if not isinstance(self.tables, str) or Path(self.tables).suffix != ".json":
+            raise CieraPolicyError(
+                f"tables={self.tables!r} must be one of {', '.join(shipped_tables())}, or the path of a .json file that "
+                "`ciera profile` wrote"
+            )
+
+    def _check_figures(self) -> None:
+        """Turns a link in words into a `Link`."""
+        if isinstance(self.link, str):
+            try:
+                object.__setattr__(self, "link", parse_link(self.link))
+            except ValueError as error:
+                raise CieraPolicyError(f"link={error}") from None
+        if self.link is not None and not isinstance(self.link, Link):
+            raise CieraPolicyError(f'link={self.link!r} must be a Link, a text such as "8GB/s" or None')
+        if self.codec_costs is None:
+            return
+        costs = self.codec_costs
+        if not isinstance(costs, Mapping) or not all(isinstance(cost, CodecCost) for cost in costs.values()):
+            raise CieraPolicyError(f"codec_costs={costs!r} must map names of codecs to CodecCost")
+        missing = [name for name in self.codecs if name != "raw" and name not in costs]
+        if missing:
+            raise CieraPolicyError(
+                f"codec_costs says nothing of {missing[0]!r}, which is one of codecs={self.codecs!r}"
+            )
+        object.__setattr__(self, "codec_costs", dict(costs))
+
+    def _check_budget(self) -> None:
+        budget = self.cache_budget
+        if isinstance(budget, float):
+            if not 0 < budget <= 1:
+                raise CieraPolicyError(
+                    f"cache_budget={budget!r} as a float is a share of free memory, above 0 and up to 1: write bytes as an int"
+                )
+        elif budget is not None and not isinstance(budget, str) and not _is_int(budget):
+            raise CieraPolicyError(f'cache_budget={budget!r} must be None, a number of bytes, a string such as "8GiB", a '
+                                   'share of free memory or "auto"')  # fmt: skip
+        elif (self.cache_budget_bytes(0) or 0) < 0:
+            raise CieraPolicyError(f"cache_budget={budget!r} must not be negative")
 
     @classmethod
     def paper(cls, **changes: Any) -> CieraPolicy:
-        """The published system: `exponent_block` with 512-value blocks and 128-bit hashes. `changes` as in `CieraPolicy`."""
-        return cls(**{"codecs": ("exponent_block",), "block_size": 512, **changes})
+        """The published system: `exponent_block` with 512-value blocks, where the paper's gain is positive, chosen greedily by
+        gain per byte of cache. `changes` as in `CieraPolicy`."""
+        return cls(**{"codecs": ("exponent_block", "raw"), "block_size": 512, "selection": "greedy", **changes})
+
+    @classmethod
+    def from_table(cls, table: str, **changes: Any) -> CieraPolicy:
+        """A policy that plans with the rates of this table: a shipped one by name, or the path of one. `changes` as in
+        `CieraPolicy`."""
+        return cls(**{"tables": table, **changes})
 
     @property
-    def cache_budget_bytes(self) -> int | None:
-        """`cache_budget` in bytes."""
-        return parse_byte_size(self.cache_budget) if isinstance(self.cache_budget, str) else self.cache_budget
+    def is_share_of_memory(self) -> bool:
+        """Whether `cache_budget` depends on how much memory is free."""
+        return self.cache_budget == "auto" or isinstance(self.cache_budget, float)
+
+    @property
+    def may_go_plain(self) -> bool:
+        """Whether groups without a codec are gathered as in stock FSDP2, without headers. A plan that is renewed needs them to
+        count steps, and `verify` to check; a single codec is studied with all that belongs to it."""
+        return len(self.codecs) > 1 and self.adapt_every is None and self.verify is None
+
+    @property
+    def measures(self) -> bool:
+        """Whether links or codecs must be measured for a plan."""
+        return len(self.codecs) > 1 and (self.link is None or self.codec_costs is None)
+
+    def cache_budget_bytes(self, free_bytes: int) -> int | None:
+        """`cache_budget` in bytes, where `free_bytes` of memory are free; `None` when there is no limit."""
+        budget = self.cache_budget
+        if budget == "auto":
+            budget = AUTO_SHARE
+        if isinstance(budget, float):
+            return int(Fraction(budget) * free_bytes)
+        return parse_byte_size(budget) if isinstance(budget, str) else budget
 
     def codecs_for(self, category: str) -> tuple[str, ...]:
-        """The codecs that shards of `category` may be given, in order of preference; none when it is not opted in."""
+        """The codecs that shards of `category` may be given; none when it is not opted in."""
         return self.codecs if self.categories is None or category in self.categories else ()
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values, in declaration order."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        made = {f.name: getattr(self, f.name) for f in fields(self)}
+        if isinstance(self.link, Link):
+            made["link"] = asdict(self.link)
+        if self.codec_costs is not None:
+            made["codec_costs"] = {name: cost.to_json() for name, cost in self.codec_costs.items()}
+        return made
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
 
 
 def _check_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_ciera._compat import all_gather_bytes
-from fsdp_ciera.handshake import Agreement, settle
+from fsdp_ciera.handshake import Agreement, check_same, settle
 from fsdp_ciera.kernels.ops import checksum
 from fsdp_ciera.lockstep import Encoded
 from fsdp_ciera.stream import Stream
@@ -25,8 +25,6 @@ from fsdp_ciera.wire import (
     HEADER_BYTES,
     Status,
     base_of,
-    encode_descriptor,
-    fingerprint_of,
     pack_header,
     unpack_headers,
 )
@@ -185,6 +183,7 @@ def _announce(
         payload_bytes=encoded.num_bytes if encoded is not None else 0,
         repeat_bytes=stream.repeat_bytes(encoded) if encoded is not None else 0,
         checksum=local_checksum,
+        num_changes=stream.changes.see(local_checksum),
         descriptor_bytes=len(text),
     )
     return _Announcement(header, text, encoded, failure)
@@ -211,15 +210,4 @@ def _check_same_streams(streams: Sequence[Stream], group: dist.ProcessGroup) -> 
         "group_size": group.size(),
         "groups": [stream.descriptor["module"] for stream in streams],
     }
-    text = encode_descriptor(descriptor)
-    header = pack_header(
-        status=Status.READY,
-        fingerprint=fingerprint_of(descriptor),
-        sequence=1,
-        base=0,
-        payload_bytes=len(streams) * HEADER_BYTES,
-        repeat_bytes=0,
-        checksum=0,
-        descriptor_bytes=len(text),
-    )
-    settle(unpack_headers(all_gather_bytes(header, group)), descriptor, text, group, None)
+    check_same(descriptor, group)

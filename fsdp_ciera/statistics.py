@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
+from fsdp_ciera.plan import Plan
+
 OVERHEAD = "overhead"
 """The entry of every breakdown that holds headers, padding to the largest payload, and checks by `verify=`."""
 
@@ -56,6 +58,9 @@ class CieraStats:
     num_blocks_reused: int = 0
     """How many of them did not have to be sent."""
     stage_seconds: dict[str, float] = field(default_factory=dict)
+    plans: list[Plan] = field(default_factory=list)
+    """The plan in force, with what a step is expected to send. Empty before the first gather; several where modules carry
+    different policies, or are gathered over process groups of which none holds the others."""
     notes: list[str] = field(default_factory=list)
     """What a user should know: groups that go raw and why, and so on. Each once."""
 
@@ -162,7 +167,8 @@ class CieraStats:
             "warm_ratio": self.warm.ratio,
             "repeat_share": self.repeat_share,
             "reuse_rate": self.reuse_rate,
-            **{key: value for key, value in asdict(self).items() if key != "total"},
+            **{key: value for key, value in asdict(self).items() if key not in ("total", "plans")},
+            "plans": [plan.to_dict() for plan in self.plans],
         }
 
     def table(self, title: str = "fsdp_ciera") -> Table:

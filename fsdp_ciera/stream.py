@@ -18,6 +18,21 @@ if TYPE_CHECKING:
     from fsdp_ciera.sizes import Epoch
 
 
+class Changes:
+    """How often a rank has seen its own shard change, by checksum; outlives the streams of a group, which come and go with
+    plans."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._last: int | None = None
+
+    def see(self, checksum: int) -> int:
+        """The shard that is to be sent -> the count, this change included."""
+        self.count += self._last is not None and self._last != checksum
+        self._last = checksum
+        return self.count
+
+
 class Stream:
     """A `LockstepState` with the identity that every header of it carries.
 
@@ -26,8 +41,11 @@ class Stream:
     none.
     """
 
-    def __init__(self, module: str, policy: CieraPolicy, layout: Layout, group: dist.ProcessGroup, cut: Cut) -> None:
+    def __init__(
+        self, module: str, policy: CieraPolicy, layout: Layout, group: dist.ProcessGroup, cut: Cut, changes: Changes
+    ) -> None:
         self.layout = layout
+        self.changes = changes
         self.group = group
         self.cut = cut
         self.rank = group.rank()
@@ -62,14 +80,21 @@ def describe(module: str, policy: CieraPolicy, layout: Layout, cut: Cut) -> dict
         return f"{run.category}:{run.codec}:{run.num_values}"
 
     return {
-        "module": module,
+        **common_fields(module, policy),
         "dtype": str(layout.dtype).removeprefix("torch."),
         "num_values": layout.num_values,
         "group_size": cut.world_size,
         "ranks per node": cut.ranks_per_node,
+        "layout": [label(run) for run in layout.runs],
+    }
+
+
+def common_fields(module: str, policy: CieraPolicy) -> dict[str, Any]:
+    """What all ranks must have in common whatever they exchange: versions and policy."""
+    return {
+        "module": module,
         "fsdp_ciera version": __version__,
         "wire version": WIRE_VERSION,
         "torch version": torch.__version__.split("+")[0],
-        "layout": [label(run) for run in layout.runs],
         **{f"policy.{name}": value for name, value in policy.to_dict().items()},
     }

@@ -25,7 +25,7 @@ from fsdp_ciera.errors import CieraDecodeError
 from fsdp_ciera.kernels.memory import Bytes
 
 MAGIC = int.from_bytes(b"CIER", "little")
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 HEADER = np.dtype(
     [
         ("magic", "<u4"),
@@ -37,7 +37,7 @@ HEADER = np.dtype(
         ("payload_bytes", "<u8"),
         ("checksum", "<u8"),
         ("descriptor_bytes", "<u4"),
-        ("reserved", "<u4"),
+        ("num_changes", "<u4"),
         ("repeat_bytes", "<u8"),
     ]
 )
@@ -60,10 +60,11 @@ def pack_header(
     fingerprint: int,
     sequence: int,
     base: int,
-    payload_bytes: int,
-    repeat_bytes: int,
-    checksum: int,
     descriptor_bytes: int,
+    payload_bytes: int = 0,
+    repeat_bytes: int = 0,
+    checksum: int = 0,
+    num_changes: int = 0,
 ) -> torch.Tensor:
     """-> uint8 [64]. `checksum` may be a signed 64-bit number."""
     header = np.zeros(1, HEADER)
@@ -71,6 +72,7 @@ def pack_header(
     header["fingerprint"], header["sequence"], header["base"] = fingerprint, sequence, base
     header["payload_bytes"], header["checksum"] = payload_bytes, checksum & 0xFFFF_FFFF_FFFF_FFFF
     header["descriptor_bytes"], header["repeat_bytes"] = descriptor_bytes, repeat_bytes
+    header["num_changes"] = num_changes & 0xFFFF_FFFF
     return torch.from_numpy(header.view(np.uint8))
 
 

@@ -174,19 +174,26 @@ class Ciera(Section):
     """`"default"`: `CieraPolicy()`; `"paper"`: `CieraPolicy.paper()`; `"none"`: stock FSDP2, the other keys unused."""
 
     codecs: tuple[str, ...] | None = None
-    """Names of the codecs that may be chosen from, in order of preference."""
+    """Names of the codecs that may be chosen from."""
 
     categories: tuple[str, ...] | None = None
     """Shard categories to opt in."""
 
-    cache_budget: Annotated[int, Range(0)] | str | None = None
-    """Most bytes of caches per rank, for the whole model, such as `"8GiB"`."""
+    cache_budget: Annotated[int, Range(0)] | Annotated[float, Range(0, 1)] | str | None = None
+    """Most bytes of caches per rank, for the whole model, such as `"8GiB"`; a share of free memory, such as 0.5; `"auto"`;
+    or `"none"` for no limit."""
 
     block_size: Count | None = None
     """Values per block."""
 
     tables: str | None = None
-    """Name of the change-rate table."""
+    """Name of a change-rate table, or the path of one. It is read at `optimizer.lr`."""
+
+    link: str | None = None
+    """Speed of the links, such as `"8GB/s 30us"`, where it is not to be measured."""
+
+    selection: str | None = None
+    """`"knapsack"` or `"greedy"`."""
 
     topology: str | None = None
     """How ranks exchange: `"flat"`, `"hierarchical"` or `"auto"`."""
@@ -202,6 +209,9 @@ class Ciera(Section):
 
     adapt_every: Count | None = None
     """Renew the plan every this many steps."""
+
+    warmup_steps: CountOrZero | None = None
+    """Steps before the plan is renewed for the first time."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,12 +24,10 @@ from fsdp_ciera import CieraPolicy
 from fsdp_ciera.recipes.config import Ciera, Data, Metrics, Model, Optimizer, Parallel, Recipe, Schedule, Train
 from fsdp_ciera.recipes.demo_model import DemoModel, prepare_demo_model, python_source_files
 from fsdp_ciera.recipes.figures import draw_bytes
-from fsdp_ciera.recipes.launch import run_local_ranks
+from fsdp_ciera.recipes.launch import KEEP_MEMORY, run_local_ranks
 from fsdp_ciera.recipes.train import TrainResult, train
 
 _TEXT_BYTES = 400_000
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**31), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
-"""glibc then reuses the megabytes that every gather frees, instead of returning them and paying page faults again."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_ciera.errors import RecipeError
-from fsdp_ciera.recipes.config import Ciera, Parallel, Recipe
+from fsdp_ciera.recipes.config import Parallel, Recipe
 
 if TYPE_CHECKING:
     from fsdp_ciera import CieraPolicy
@@ -53,7 +53,7 @@ def shard_model(model: nn.Module, recipe: Recipe, mesh: DeviceMesh) -> None:
         # torch's checkpoint_wrapper would do.
         model.activation_checkpointing_enable()  # type: ignore[operator]
     shard = partial(
-        _fully_shard(recipe.ciera),
+        _fully_shard(recipe),
         mesh=mesh,
         mp_policy=MixedPrecisionPolicy(
             param_dtype=getattr(torch, parallel.param_dtype), reduce_dtype=getattr(torch, parallel.reduce_dtype)
@@ -78,23 +78,31 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     )
 
 
-def ciera_policy(ciera: Ciera) -> CieraPolicy | None:
-    """The policy that the recipe's section describes, `None` for stock FSDP2. Raises `CieraPolicyError`."""
+def ciera_policy(recipe: Recipe) -> CieraPolicy | None:
+    """The policy that the recipe describes, `None` for stock FSDP2. Raises `CieraPolicyError`.
+
+    Learning rate and micro-batches, which a plan depends on, are those of the recipe.
+    """
+    ciera = recipe.ciera
     if ciera.policy == "none":
         return None
     from fsdp_ciera import CieraPolicy
 
     given = {f.name: getattr(ciera, f.name) for f in fields(ciera) if f.name != "policy"}
-    changes = {name: value for name, value in given.items() if value is not None}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if changes.get("cache_budget") == "none":
+        changes["cache_budget"] = None
+    changes |= {"learning_rate": recipe.optimizer.lr, "micro_batches": recipe.train.gradient_accumulation}
     return CieraPolicy.paper(**changes) if ciera.policy == "paper" else CieraPolicy(**changes)
 
 
-def _fully_shard(ciera: Ciera) -> Callable[..., Any]:
+def _fully_shard(recipe: Recipe) -> Callable[..., Any]:
     """FSDP2's `fully_shard`, or fsdp_ciera's with the recipe's policy."""
-    if ciera.policy == "none":
+    policy = ciera_policy(recipe)
+    if policy is None:
         from torch.distributed.fsdp import fully_shard
 
         return fully_shard
     import fsdp_ciera
 
-    return partial(fsdp_ciera.fully_shard, ciera_policy=ciera_policy(ciera))
+    return partial(fsdp_ciera.fully_shard, ciera_policy=policy)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,16 @@ class TrainResult:
     """sha256 over the bytes of this rank's fp32 shards, in the order of their names."""
 
 
+class Observer(Protocol):
+    """Watches a run, for example with a `fsdp_ciera.Profiler`. Both calls may be collective."""
+
+    def step(self) -> None:
+        """An optimizer step was taken, and its metrics were read; evaluation and checkpoint come after."""
+
+    def finish(self) -> None:
+        """The run is over; its process group is still there."""
+
+
 class _Run(NamedTuple):
     """What the steps of a run work on."""
 
@@ -83,15 +93,18 @@ class _Run(NamedTuple):
     device: torch.device
 
 
-def train(recipe: Recipe, *, quiet: bool = False) -> TrainResult:
+def train(
+    recipe: Recipe, *, quiet: bool = False, observe: Callable[[nn.Module], Observer] | None = None
+) -> TrainResult:
     """Runs `recipe` to its last step. Collective: every rank of the process group calls it with the same recipe.
 
-    Initialises the process group from the environment (as torchrun sets it) when there is none, and then ends it.
-    Raises `RecipeError` or `CieraPolicyError` on all ranks together when recipe, files and model do not fit.
+    `observe` is called with the sharded model on every rank; what it returns watches the run. Initialises the process
+    group from the environment (as torchrun sets it) when there is none, and then ends it. Raises `RecipeError` or
+    `CieraPolicyError` on all ranks together when recipe, files and model do not fit.
     """
     with _process_group(recipe.parallel) as device, _deterministic(recipe.train.deterministic):
         run = _set_up(recipe, device)
-        return _run_steps(run, quiet=quiet)
+        return _run_steps(run, None if observe is None else observe(run.model), quiet=quiet)
 
 
 def _set_up(recipe: Recipe, device: torch.device) -> _Run:
@@ -118,7 +131,7 @@ def _set_up(recipe: Recipe, device: torch.device) -> _Run:
     return _Run(recipe, model, optimizer, scheduler, batches, device)
 
 
-def _run_steps(run: _Run, *, quiet: bool) -> TrainResult:
+def _run_steps(run: _Run, observer: Observer | None, *, quiet: bool) -> TrainResult:
     recipe, rank, num_ranks = run.recipe, dist.get_rank(), dist.get_world_size()
     output, num_steps = Path(recipe.train.output), recipe.train.steps
     resumed = checkpoint.Resumed(0, num_ranks)
@@ -135,6 +148,8 @@ def _run_steps(run: _Run, *, quiet: bool) -> TrainResult:
             progress.note(f"saved by {resumed.num_ranks} ranks, resumed by {num_ranks}: not bitwise reproducible")
         for step in range(resumed.num_steps, num_steps):
             values = _step(run, step)
+            if observer is not None:
+                observer.step()
             result.losses.append(values["loss"])
             result.grad_norms.append(values["grad_norm"])
             result.seconds.append(values["seconds"])
@@ -152,6 +167,8 @@ def _run_steps(run: _Run, *, quiet: bool) -> TrainResult:
                     run.scheduler,
                     num_keep=recipe.checkpoint.keep,
                 )
+        if observer is not None:
+            observer.finish()
         sent = _ciera_stats(run)
         if sent is not None:
             progress.note(str(sent))

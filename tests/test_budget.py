@@ -5,80 +5,37 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from fsdp_ciera import CieraPolicy, CieraStats, attach, stats
 from fsdp_ciera._compat import get_comm, param_groups
 from fsdp_ciera.collective import CieraAllGather
-from fsdp_ciera.plan import GroupShape, choose_codecs, cost_bytes, spans_of
-from fsdp_ciera.policies.budget import choose_within_budget
+from fsdp_ciera.plan import Conditions, make_plan
+from fsdp_ciera.shapes import GroupShape, spans_of
 from fsdp_ciera.topology import Cut
 from ranks import run_ranks
-from tiny_moe import Case, build, compare_with_stock
-
-
-def test_one_option_goes_to_the_largest_that_fit() -> None:
-    costs = [[5], [9], [1], [4]]
-    assert choose_within_budget(costs, None) == [0, 0, 0, 0]
-    assert choose_within_budget(costs, 13) == [None, 0, None, 0]
-    assert choose_within_budget(costs, 0) == [None] * 4
-    assert choose_within_budget([[0], [9]], 0) == [0, None]
-    assert choose_within_budget([], 5) == []
-
-
-def test_later_options_go_to_those_left_over_with_what_is_left() -> None:
-    # 9 + 4 of 14 are spent on the first option; 1 is left for the second, which one of the two others can have.
-    assert choose_within_budget([[8, 1], [9, 1], [7, 1], [4, 1]], 14) == [1, 0, None, 0]
-    assert choose_within_budget([[8, 2], [9, 1], [7, 1], [4, 1]], 14) == [None, 0, 1, 0]
-    assert choose_within_budget([[8, 2, 0], [9, 1, 0], [7, 1, 0]], 10) == [2, 0, 1]
-    assert choose_within_budget([[8, 1]], None) == [0]
-
-
-def test_an_option_that_a_shard_cannot_take_is_skipped() -> None:
-    assert choose_within_budget([[None, 3], [5, 3]], None) == [1, 0]
-    assert choose_within_budget([[None, 3], [5, 3]], 5) == [None, 0]
-    assert choose_within_budget([[None, None]], None) == [None]
-
-
-@given(
-    rows=st.lists(st.tuples(*[st.none() | st.integers(0, 50)] * 3), max_size=12),
-    budget=st.none() | st.integers(0, 300),
-)
-def test_a_choice_is_allowed_fits_and_cannot_be_bettered_by_one_step(rows: list[Any], budget: int | None) -> None:
-    choices = choose_within_budget(rows, budget)
-    spent = sum(row[choice] for row, choice in zip(rows, choices, strict=True) if choice is not None)
-    assert budget is None or spent <= budget
-    for row, choice in zip(rows, choices, strict=True):
-        assert choice is None or row[choice] is not None
-        if choice is None:  # then nothing that it can take fits into what is left
-            assert all(cost is None or (budget is not None and cost > budget - spent) for cost in row)
-        elif budget is None:
-            assert all(cost is None for cost in row[:choice])
+from tiny_moe import BY_BYTES, Case, build, compare_with_stock
 
 
 def shape(dtype: torch.dtype, *sizes: int, policy: CieraPolicy) -> GroupShape:
     names = tuple(f"layers.{i}.mlp.experts.down_proj" for i in range(len(sizes)))
-    return GroupShape(names, sizes, dtype, 2, spans_of([[0, 1]], policy))
+    return GroupShape(names, sizes, dtype, 2, spans_of([([0, 1], 2)], policy))
 
 
 def test_a_codec_that_does_not_know_the_dtype_is_skipped() -> None:
-    policy = CieraPolicy(codecs=("value_delta", "raw"))
-    plans = choose_codecs(
-        [shape(torch.bfloat16, 10, policy=policy), shape(torch.uint8, 10, policy=policy)], policy, None
-    )
-    assert plans == [("value_delta",), ("raw",)]
+    policy = CieraPolicy(codecs=("value_delta", "raw"), **BY_BYTES)
+    shapes = [shape(torch.bfloat16, 1000, policy=policy), shape(torch.uint8, 1000, policy=policy)]
+    assert make_plan(shapes, policy, Conditions()).codecs == (("value_delta",), ("raw",))
 
 
 def test_parts_that_nodes_cut_differently_cost_all_ranks_the_same() -> None:
     """12 ranks, 6 on a node, gathered in fours in backward: ranks 0 to 3 are in one node, 4 to 7 on two."""
     policy = CieraPolicy(codecs=("value_delta",), topology="hierarchical", ranks_per_node=6)
     whole = list(range(12))
-    spans = {first: spans_of([whole, whole[first : first + 4]], policy) for first in (0, 4, 8)}
+    spans = {first: spans_of([(whole, 1), (whole[first : first + 4], 1)], policy) for first in (0, 4, 8)}
     assert [spans[first][1].cut for first in (0, 4, 8)] == [Cut(4), Cut(2, 2), Cut(4)]
     costs = {
-        cost_bytes(GroupShape(("w",), (100,), torch.bfloat16, 12, its_spans), "value_delta", 100, policy)
+        GroupShape(("w",), (100,), torch.bfloat16, 12, its_spans).cost_bytes("value_delta", 100, policy.block_size)
         for its_spans in spans.values()
     }
     assert costs == {2 * 100 * 2 + 4 * 300 * 2}  # two nodes, and four ranks with three times as much
@@ -92,7 +49,7 @@ def planned_codecs(layer: nn.Module) -> tuple[str, ...] | None:
 
 def sibling_comes_late(rank: int, world_size: int) -> tuple[int, int, list[Any]]:
     """One layer has a policy and is gathered; then its sibling gets an equal one, with what is left of the budget."""
-    policy = CieraPolicy(codecs=("value_delta", "exponent_block"), cache_budget=20_000, block_size=64)
+    policy = CieraPolicy(codecs=("value_delta", "exponent_block"), cache_budget=20_000, block_size=64, **BY_BYTES)
     model = build(Case(), None)
     layers = list(model.model.layers)
     attach(layers[0], policy)
@@ -109,7 +66,7 @@ def test_siblings_that_are_planned_keep_their_share() -> None:
     assert all(result == results[0] for result in results)  # the same plan on every rank
     before, after, (first, second) = results[0]
     assert set(first) == {"value_delta"}
-    assert "raw" in second and "value_delta" in second
+    assert set(second) == {"value_delta", "exponent_block"}
     assert 0 < before < after <= 20_000
 
 
@@ -127,6 +84,7 @@ def test_one_gather_takes_several_codecs_within_the_budget() -> None:
         cache_budget=10_500,
         block_size=64,
         categories=("expert_ffn", "layer_norm"),
+        **BY_BYTES,
     )
     for report, planned in run_ranks(run_mixed, 2, Case(operations=("train",) * 3), policy):
         assert planned == {"value_delta", "exponent_block", "entropy", "raw"}

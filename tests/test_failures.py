@@ -17,7 +17,7 @@ from fsdp_ciera.errors import CieraDesyncError, CieraMismatchError, CieraPeerErr
 from fsdp_ciera.lockstep import LockstepState
 from fsdp_ciera.wire import pack_header
 from ranks import run_ranks
-from tiny_moe import VOCAB, Case, bits, build, run
+from tiny_moe import PAPERS_CODEC, VOCAB, Case, bits, build, run
 
 SECONDS = 20
 
@@ -30,9 +30,9 @@ def one_step(model: torch.nn.Module) -> None:
 
 def outcome_of_step(rank: int, world_size: int, prepare: str, argument: Any) -> tuple[str, str, float]:
     """(type and text of the error, seconds) of two forward/backward passes after `prepare` did its damage."""
-    policy = CieraPolicy(verify=argument.get("verify"))
+    policy = CieraPolicy(codecs=("exponent_block",), verify=argument.get("verify"))
     if prepare == "policy":
-        policy = CieraPolicy(**argument["on rank 1"]) if rank == 1 else CieraPolicy()
+        policy = CieraPolicy(**{"codecs": ("exponent_block",), **argument["on rank 1"]}) if rank == 1 else PAPERS_CODEC
     if prepare == "version" and rank == 1:
         stream.__version__ = "9.9.9"
     model = build(Case(), policy)
@@ -124,7 +124,7 @@ def recover(rank: int, world_size: int) -> None:
     """An exception in one rank's forward, reset_iter_state on all, then steps that equal stock FSDP2's."""
     case = Case(operations=("train", "train"))
     expected, _ = run(case, None)
-    model = build(case, CieraPolicy())
+    model = build(case, PAPERS_CODEC)
     snapshot = {name: value.clone() for name, value in model.state_dict().items()}
     one_step(model)
 
@@ -163,7 +163,7 @@ def test_an_exception_on_one_rank_ends_in_a_full_gather_and_exact_steps() -> Non
 
 
 def gathers_by_phase(rank: int, world_size: int, operations: tuple[str, ...]) -> dict[str, int]:
-    _, report = run(Case(operations=operations), CieraPolicy())
+    _, report = run(Case(operations=operations), PAPERS_CODEC)
     assert report is not None
     return report.gathers_by_phase
 
@@ -186,7 +186,7 @@ def step_without_policy_on_rank_1(rank: int, world_size: int, log: Path) -> None
         (log / f"{rank}.txt").write_text(str(message))
 
     warnings.showwarning = keep
-    build(Case(), CieraPolicy() if rank != 1 else None)(torch.arange(29))
+    build(Case(), PAPERS_CODEC if rank != 1 else None)(torch.arange(29))
 
 
 def test_a_rank_without_a_policy_is_named_before_gloo_ends_the_processes(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_rank_without_a_policy_is_named_before_gloo_ends_the_processes(tmp_pat
 
 def late_rank(rank: int, world_size: int) -> tuple[int, list[str]]:
     presence.PATIENCE_SECONDS = 0.5
-    model = build(Case(), CieraPolicy())
+    model = build(Case(), PAPERS_CODEC)
     if rank == 2:
         time.sleep(2)
     with warnings.catch_warnings(record=True) as caught:
@@ -215,7 +215,7 @@ def test_a_late_rank_costs_one_warning_and_nothing_else() -> None:
 
 
 def swapped_roots(rank: int, world_size: int) -> str:
-    first, second = (build(Case(tied=False, lr=seed), CieraPolicy()) for seed in (1.0, 2.0))
+    first, second = (build(Case(tied=False, lr=seed), PAPERS_CODEC) for seed in (1.0, 2.0))
     with torch.no_grad():
         for parameter in second.parameters():
             parameter.data.to_local().mul_(-1.5)

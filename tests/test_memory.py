@@ -35,19 +35,22 @@ from fsdp_ciera import (
 from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.collective import CieraAllGather
 from ranks import run_ranks
-from tiny_moe import Case, TinyMoe, build
+from tiny_moe import BY_BYTES, PAPERS_CODEC, Case, TinyMoe, build
 
 MIX = ("value_delta", "exponent_block", "entropy")
 
 POLICIES = [CieraPolicy(codecs=(name,)) for name in CODECS] + [
     CieraPolicy(codecs=("exponent_block",), block_size=64),
-    CieraPolicy(codecs=MIX, cache_budget=30_000),
+    CieraPolicy(codecs=MIX, cache_budget=30_000, **BY_BYTES),
     CieraPolicy(
-        codecs=("exponent_delta", "exponent_block"), cache_budget=9_000, categories=("expert_ffn", "attention")
+        codecs=("exponent_delta", "exponent_block"),
+        cache_budget=9_000,
+        categories=("expert_ffn", "attention"),
+        **BY_BYTES,
     ),
     CieraPolicy(codecs=("value_delta",), cache_budget=0),
 ]
-FEW = [CieraPolicy(codecs=("exponent_block",)), CieraPolicy(codecs=MIX, cache_budget=30_000)]
+FEW = [CieraPolicy(codecs=("exponent_block",)), CieraPolicy(codecs=MIX, cache_budget=30_000, **BY_BYTES)]
 
 HIERARCHICAL: dict[str, Any] = {"topology": "hierarchical", "ranks_per_node": 2}
 
@@ -105,7 +108,7 @@ def test_estimates_are_what_live_models_hold(name: str) -> None:
                 assert estimate.cache_bytes == cache_bytes, policy
                 assert sum(estimate.by_category.values()) == sum(estimate.by_codec.values()) == cache_bytes
                 assert sorted(estimate.by_codec) == sorted(estimate.shard_bytes_by_codec) == codecs, policy
-            assert policy.cache_budget is None or cache_bytes <= int(policy.cache_budget)
+            assert not isinstance(policy.cache_budget, int) or cache_bytes <= policy.cache_budget
             assert cache_bytes > 0 or policy.codecs[0] in ("raw", "entropy") or policy.cache_budget == 0
 
 
@@ -118,7 +121,7 @@ def unusual_groups(rank: int, world_size: int) -> list[tuple[int, int]]:
         Case(checkpointing=True, use_attach=True),
         Case(operations=("freeze",)),
     ):
-        policy = CieraPolicy(codecs=("exponent_block", "value_delta"), cache_budget=30_000, block_size=64)
+        policy = CieraPolicy(codecs=("exponent_block", "value_delta"), cache_budget=30_000, block_size=64, **BY_BYTES)
         model = build(case, policy)
         if "freeze" in case.operations:
             model.model.layers.requires_grad_(False)
@@ -207,11 +210,11 @@ def test_one_rank_costs_nothing() -> None:
 
 def test_groups_of_mixed_dtypes_go_raw() -> None:
     model = nn.Sequential(nn.Linear(8, 8).bfloat16(), nn.ReLU(), nn.Linear(8, 8))
-    estimate = estimate_memory(model, CieraPolicy(), 2)
+    estimate = estimate_memory(model, PAPERS_CODEC, 2)
     assert estimate.by_codec == {"raw": 0}
     assert estimate.shard_bytes_by_codec == {"raw": (64 + 8) // 2 * (2 + 4)}
     cast = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    assert estimate_memory(model, CieraPolicy(), 2, mp_policy=cast).shard_bytes_by_codec == {"exponent_block": 144}
+    assert estimate_memory(model, PAPERS_CODEC, 2, mp_policy=cast).shard_bytes_by_codec == {"exponent_block": 144}
 
 
 @pytest.mark.parametrize(
@@ -264,7 +267,7 @@ def live_olmoe(rank: int, world_size: int, policies: list[CieraPolicy]) -> list[
 def test_a_meta_olmoe_is_estimated_as_it_will_be() -> None:
     pytest.importorskip("transformers")
     policies = [CieraPolicy(codecs=(codec,)) for codec in ("exponent_block", "value_delta")]
-    policies.append(CieraPolicy(codecs=MIX, cache_budget=300_000))
+    policies.append(CieraPolicy(codecs=MIX, cache_budget=300_000, **BY_BYTES))
     with torch.device("meta"):
         model = olmoe(2)
     cast = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -299,7 +302,8 @@ def test_a_full_size_mixtral_is_estimated_without_its_memory() -> None:
     assert seconds < 5 and growth_bytes < 200e6
     # 93 GB would hold all values: the budget is used up, and what it leaves has the codec that needs no cache.
     assert 59.9e9 < estimate["cache_bytes"] <= 60e9
-    assert set(estimate["by_codec"]) == set(MIX) and estimate["by_codec"]["value_delta"] > 59e9
+    assert {"value_delta", "entropy"} <= set(estimate["by_codec"]) <= set(MIX)
+    assert estimate["by_codec"]["value_delta"] > 50e9
     assert estimate["shard_bytes_by_codec"]["entropy"] > num_values * 2 / 8 / 3
     assert sum(estimate["shard_bytes_by_codec"].values()) == pytest.approx(num_values * 2 / 8, rel=1e-3)
 

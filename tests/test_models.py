@@ -623,7 +623,7 @@ def test_recipe_fits_its_model(name: str) -> None:
     # An expert for each rank: FSDP2 splits the fused experts along that dimension.
     num_experts = config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts
     assert num_experts % recipe.parallel.ranks == 0 or num_experts > recipe.parallel.ranks
-    assert ciera_policy(recipe.ciera) is not None
+    assert ciera_policy(recipe) is not None
 
 
 def test_every_recipe_file_is_one_of_these() -> None:

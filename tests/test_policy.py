@@ -11,12 +11,21 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fsdp_ciera import CieraConflictError, CieraPolicy, CieraPolicyError, attach, detach, fully_shard, stats
+from fsdp_ciera import (
+    CieraConflictError,
+    CieraPolicy,
+    CieraPolicyError,
+    CodecCost,
+    attach,
+    detach,
+    fully_shard,
+    stats,
+)
 from fsdp_ciera._compat import AllGather, check_torch_version, get_comm, is_default_comm, param_groups, set_comm
 from fsdp_ciera.errors import UnsupportedTorchError
 from fsdp_ciera.policy import parse_byte_size
 from ranks import run_ranks
-from tiny_moe import Case, build
+from tiny_moe import PAPERS_CODEC, Case, build
 
 
 @pytest.mark.parametrize(
@@ -40,8 +49,20 @@ from tiny_moe import Case, build
         ({"verify": "always"}, "verify='always'"),
         ({"topology": "ring"}, "topology has 'ring', which is not one of 'flat'"),
         ({"overlap": 1}, "overlap=1 must be True or False"),
-        ({"adapt_every": 5}, "adapt_every=5 is not supported yet"),
-        ({"tables": "olmoe"}, "tables='olmoe' is not supported yet"),
+        ({"cache_budget": 0.0}, "cache_budget=0.0 as a float is a share of free memory"),
+        ({"cache_budget": True}, "cache_budget=True must be None"),
+        ({"adapt_every": 0}, "adapt_every=0 must be an int of at least 1"),
+        ({"adapt_every": 5, "codecs": ("raw",)}, "leaves nothing to choose: name several codecs"),
+        ({"warmup_steps": -1}, "warmup_steps=-1 must be an int of at least 0"),
+        ({"micro_batches": 0}, "micro_batches=0 must be an int of at least 1"),
+        ({"learning_rate": 0}, "learning_rate=0 must be None or a number above 0"),
+        ({"selection": "best"}, "selection has 'best', which is not one of 'knapsack', 'greedy'"),
+        ({"tables": "olmoe"}, "tables='olmoe' must be one of olmoe-1b-7b, deepseek-moe-16b"),
+        ({"tables": 5}, "tables=5 must be one of"),
+        ({"link": "fast"}, "link='fast' is no link: write a speed such as"),
+        ({"link": 8e9}, "link=8000000000.0 must be a Link"),
+        ({"codec_costs": {"value_delta": CodecCost()}}, "codec_costs says nothing of 'exponent_delta'"),
+        ({"codec_costs": 5}, "codec_costs=5 must map names of codecs to CodecCost"),
         ({"ranks_per_node": 8}, 'ranks_per_node=8 means nothing to a flat gather: add topology="hierarchical"'),
         ({"ranks_per_node": 0, "topology": "auto"}, "ranks_per_node=0 must be None or an int of at least 1"),
     ],
@@ -54,7 +75,7 @@ def test_a_field_that_is_not_allowed_says_what_is(fields: dict[str, Any], text: 
 
 
 def test_policy_is_frozen_keyword_only_and_comparable() -> None:
-    assert CieraPolicy.paper() == CieraPolicy(codecs=("exponent_block",), block_size=512)
+    assert CieraPolicy.paper() == CieraPolicy(codecs=("exponent_block", "raw"), block_size=512, selection="greedy")
     assert CieraPolicy.paper(block_size=64).block_size == 64
     assert CieraPolicy(codecs=["raw"]).codecs == ("raw",)  # type: ignore[arg-type]
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -67,14 +88,14 @@ def test_byte_sizes() -> None:
     assert parse_byte_size("8GiB") == 8 << 30
     assert parse_byte_size("1.5 MB") == 1_500_000
     assert parse_byte_size("100B") == 100
-    assert CieraPolicy(cache_budget="9" * 400 + "GiB").cache_budget_bytes == int("9" * 400) << 30
+    assert CieraPolicy(cache_budget="9" * 400 + "GiB").cache_budget_bytes(0) == int("9" * 400) << 30
 
 
 def test_codecs_are_offered_to_the_categories_that_are_opted_in() -> None:
     policy = CieraPolicy(codecs=("value_delta", "entropy"), categories=("expert_ffn",))
     assert policy.codecs_for("expert_ffn") == ("value_delta", "entropy")
     assert policy.codecs_for("attention") == ()
-    assert CieraPolicy().codecs_for("other") == ("exponent_block",)
+    assert CieraPolicy().codecs_for("other") == ("value_delta", "exponent_delta", "exponent_block", "entropy")
 
 
 def test_unsupported_torch_is_one_clear_error() -> None:
@@ -87,7 +108,7 @@ def test_unsupported_torch_is_one_clear_error() -> None:
 
 
 def surface(rank: int, world_size: int) -> None:
-    policy = CieraPolicy()
+    policy = PAPERS_CODEC
     plain = nn.Linear(8, 8)
     assert fully_shard(plain) is plain
     assert isinstance(plain, FSDPModule)
@@ -141,7 +162,7 @@ def test_public_surface() -> None:
 
 
 def alone(rank: int, world_size: int) -> tuple[int, int, str]:
-    model = build(Case(), CieraPolicy())
+    model = build(Case(), PAPERS_CODEC)
     model(torch.arange(29)).backward()
     report = stats(model)
     return report.num_gathers, report.wire_bytes, str(report)
@@ -152,7 +173,7 @@ def test_one_rank_works_and_says_that_nothing_was_gathered() -> None:
 
 
 def state_dicts(rank: int, world_size: int) -> bool:
-    with_ciera, without = build(Case(), CieraPolicy()), build(Case(), None)
+    with_ciera, without = build(Case(), PAPERS_CODEC), build(Case(), None)
     with_ciera(torch.arange(29)).backward()
     a, b = with_ciera.state_dict(), without.state_dict()
     return list(a) == list(b) and all(torch.equal(a[k].to_local(), b[k].to_local()) for k in a)
@@ -168,7 +189,7 @@ class ToFloat(nn.Module):
 
 
 def unshard_first(rank: int, world_size: int) -> tuple[int, dict[str, int], int]:
-    policy = CieraPolicy(categories=("attention",), cache_budget=6000)
+    policy = CieraPolicy(codecs=("exponent_block",), categories=("attention",), cache_budget=6000)
     model = build(Case(), None)
     attach(model, policy)
     for layer in model.model.layers:
@@ -191,7 +212,7 @@ def mixed_dtypes(rank: int, world_size: int) -> tuple[list[str], dict[str, Any]]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8).bfloat16(), ToFloat(), nn.Linear(8, 8))
     model[2].requires_grad_(False)
-    fully_shard(model, ciera_policy=CieraPolicy(verify="every"))
+    fully_shard(model, ciera_policy=CieraPolicy(codecs=("exponent_block",), verify="every"))
     model(torch.randn(2, 8).bfloat16())
     model.unshard()
     torch.manual_seed(0)

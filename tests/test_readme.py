@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
+from fsdp_ciera import Link, conditions
 from ranks import run_ranks
 from tiny_moe import Case, TinyMoe
 
@@ -23,6 +24,7 @@ def run_example(rank: int, world_size: int, source: str, sharded: bool) -> float
     if sharded:
         fully_shard(model)
     seen: dict[str, Any] = {}
+    conditions.measure_link = lambda group: Link(0.0, 1e3)  # type: ignore[attr-defined]  # where it pays
 
     def train(model: torch.nn.Module) -> None:
         for _ in range(3):

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_ciera import CieraDesyncError, CieraPolicy, exchange, invalidate, settle_sizes, sizes, stats
 from ranks import run_ranks
-from tiny_moe import VOCAB, Case, bits, build, reshard
+from tiny_moe import PAPERS_CODEC, VOCAB, Case, bits, build, reshard
 
 MIX = ("value_delta", "exponent_delta", "exponent_block", "entropy")
 FLAT = {codec: CieraPolicy(codecs=(codec,)) for codec in (*MIX, "raw")}
@@ -122,7 +122,7 @@ def collectives_per_gather(rank: int, world_size: int) -> list[int]:
 
     sizes.all_gather_bytes = counted(plain[sizes])  # type: ignore[attr-defined]
     exchange.all_gather_flat = counted(plain[exchange])  # type: ignore[attr-defined]
-    model = build(Case(), CieraPolicy())
+    model = build(Case(), PAPERS_CODEC)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for ahead in (False, False, True):
         if ahead:
@@ -140,7 +140,7 @@ def test_a_settled_gather_is_one_collective() -> None:
 
 
 def settle_beside_a_gather(rank: int, world_size: int) -> str:
-    model = build(Case(), CieraPolicy())
+    model = build(Case(), PAPERS_CODEC)
     model(torch.arange(29)).backward()
     reshard(model)
     try:
@@ -160,7 +160,7 @@ def test_a_rank_that_settles_while_another_gathers() -> None:
 
 
 def early(rank: int, world_size: int) -> list[int]:
-    model = build(Case(), CieraPolicy())
+    model = build(Case(), PAPERS_CODEC)
     counts = [settle_sizes(model)]
     model(torch.arange(29))
     counts.append(settle_sizes(model))  # the root keeps its parameters after a forward without backward

@@ -225,7 +225,9 @@ def test_layouts_of_four_ranks(folder: Path) -> None:
 def test_ciera_gives_the_same_bits_in_fewer_bytes(folder: Path) -> None:
     base = variant(BASE, model__folder=str(folder / "tied"), data__files=str(folder / "t.txt"), train__steps=4)
     base = variant(base, train__eval_every=2, train__gradient_accumulation=2, train__activation_checkpointing=True)
-    recipes = {policy: variant(base, ciera__policy=policy) for policy in ("none", "paper", "default")}
+    recipes = {
+        policy: variant(base, ciera__policy=policy, ciera__link="1kB/s") for policy in ("none", "paper", "default")
+    }
     recipes = {name: variant(tables, train__output=str(folder / f"c-{name}")) for name, tables in recipes.items()}
     runs = by_name(run_ranks(train_all, 2, recipes, timeout_s=120))
     for policy in ("paper", "default"):

@@ -20,9 +20,25 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_ciera import CieraPolicy, CieraStats, attach, detach, fully_shard, invalidate, settle_sizes, stats
+from fsdp_ciera import (
+    CieraPolicy,
+    CieraStats,
+    CodecCost,
+    Link,
+    attach,
+    detach,
+    fully_shard,
+    invalidate,
+    settle_sizes,
+    stats,
+)
+from fsdp_ciera.codecs import CODECS
 
 VOCAB, HIDDEN, INTERMEDIATE, NUM_LAYERS = 37, 20, 23, 2
+
+PAPERS_CODEC = CieraPolicy(codecs=("exponent_block",))
+BY_BYTES: dict[str, Any] = {"link": Link(0.0, 1e3), "codec_costs": {name: CodecCost() for name in CODECS}}
+"""Figures for a policy of several codecs, so that it measures nothing and bytes are all that counts."""
 
 
 class Experts(nn.Module):

@@ -1,0 +1,209 @@
+"""Counts what changed in a shard since the last look, and turns counts into `Rates`. Host only, a chunk of values at a time.
+
+    CountLayout      names the columns of a row of counts; rows of shards and ranks add up
+    ShardCounter     compares one shard with the bits kept of it, adds to a row, keeps the new bits
+    CountLayout.rates    a row -> Rates
+
+[Note: Work per value] Every value is cast, compared and looked up once, about a nanosecond together. All the rest (moves,
+exponents that changed, blocks and shards that hold one) works on the positions of changed values, which are few.
+Histograms of exponents are taken on an eighth of a large shard, another eighth in each look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fsdp_ciera.kernels.formats import FloatFormat, Words
+from fsdp_ciera.kernels.ops import CHUNK_VALUES, ChangeFinder, Moves, chunks_of
+from fsdp_ciera.policies.rates import Rates
+
+SHARD_CUTS = (1, 2, 4, 8)
+"""Into how many pieces shards are cut to project the shard change rate to larger worlds (paper Fig. 3a)."""
+MOST_BITS = 64.0
+"""What a figure in bits is cut off at: `Rates` allows no more. Only codecs on shards of a few values get there."""
+
+_MOVE_ESCAPE = 255
+_SAMPLED_SHARE = 8  # one in so many values goes into the histogram of exponents ...
+_LEAST_SAMPLED = CHUNK_VALUES // _SAMPLED_SHARE  # ... of chunks larger than this
+
+Row: TypeAlias = npt.NDArray[np.float64]
+"""Counts, one float64 each (exact up to 2**53), in the order of a `CountLayout`."""
+
+
+class CountLayout:
+    """Which column of a row counts what, for these block sizes and codecs."""
+
+    def __init__(self, block_sizes: Sequence[int], codecs: Sequence[str]) -> None:
+        self.block_sizes = tuple(block_sizes)
+        self.codecs = tuple(codecs)
+        self.num_columns = 0
+        self.values = self._take(1)
+        self.exponent_changes = self._take(1)
+        self.value_changes = self._take(1)
+        self.blocks = self._take(len(self.block_sizes))
+        self.block_changes = self._take(len(self.block_sizes))
+        self.shards = self._take(len(SHARD_CUTS))
+        self.shard_changes = self._take(len(SHARD_CUTS))
+        self.exponents = self._take(256)
+        self.moves = self._take(256)
+        self.escape_bits = self._take(1)
+        self.codec_values = self._take(1)
+        self.codec_bits = self._take(len(self.codecs))
+
+    def _take(self, num_columns: int) -> slice:
+        start, self.num_columns = self.num_columns, self.num_columns + num_columns
+        return slice(start, self.num_columns)
+
+    def total(self, rows: Row) -> Row:
+        """float64 [categories, num_columns] -> their sum, in which the tried values of each stand for all its values."""
+        rows = rows.copy()
+        tried = rows[:, self.codec_values]
+        rows[:, self.codec_values.start : self.codec_bits.stop] *= rows[:, self.values] / np.maximum(tried, 1)
+        total: Row = rows.sum(axis=0)
+        return total
+
+    def rates(self, row: Row, rank_spread: float | None = None) -> Rates:
+        """float64 [num_columns] -> the rates, `None` for what was not counted."""
+        num_values = float(row[self.values].sum())
+        if not num_values:
+            return Rates()
+        blocks = zip(self.block_sizes, row[self.block_changes], row[self.blocks], strict=True)
+        sampled = float(row[self.codec_values].sum())
+        bits = zip(self.codecs, row[self.codec_bits], strict=True) if sampled else ()
+        change_bits = _entropy_bits(row[self.moves]) + float(row[self.escape_bits].sum()) / num_values
+        return Rates(
+            exponent_change=float(row[self.exponent_changes].sum()) / num_values,
+            block_change={size: float(changed / count) for size, changed, count in blocks if count},
+            value_change=float(row[self.value_changes].sum()) / num_values,
+            exponent_entropy_bits=_entropy_bits(row[self.exponents]),
+            value_change_entropy_bits=min(change_bits, MOST_BITS),
+            codec_bits={codec: min(float(total) / sampled, MOST_BITS) for codec, total in bits},
+            rank_spread=rank_spread,
+        )
+
+    def shard_change(self, row: Row) -> dict[int, float]:
+        """By number of pieces that every shard is cut into: the share of pieces in which an exponent changed."""
+        pieces = zip(SHARD_CUTS, row[self.shard_changes], row[self.shards], strict=True)
+        return {cut: float(changed / count) for cut, changed, count in pieces if count}
+
+
+@dataclass(frozen=True)
+class ShardChanges:
+    """What `ShardCounter.count` found in one shard."""
+
+    num_values: int
+    """Values of which any bit changed."""
+    blocks: tuple[int, int]
+    """Changed blocks and all blocks, of `ShardCounter.kept_block_size` values."""
+
+
+class ShardCounter:
+    """Counts the changes of shards of one format; holds scratch for a chunk of values."""
+
+    def __init__(self, fmt: FloatFormat, layout: CountLayout, kept_block_size: int) -> None:
+        self.format = fmt
+        self.kept_block_size = kept_block_size
+        self._layout = layout
+        self._cast = torch.empty(CHUNK_VALUES, dtype=fmt.dtype)
+        self._fresh = fmt.words(self._cast)
+        self._finder = ChangeFinder(CHUNK_VALUES)
+        self._moves = Moves(fmt, CHUNK_VALUES, _MOVE_ESCAPE)
+        self._exponent_mask = self._fresh.dtype.type(((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits)
+
+    def keep(self, values: torch.Tensor, kept: Words) -> None:
+        """Values [n] of any floating dtype and device, cast to the format -> their bits, into `kept` [n]."""
+        for chunk in chunks_of(len(kept)):
+            kept[chunk] = self._words(values, chunk)
+
+    def count(self, values: torch.Tensor, kept: Words, row: Row, turn: int) -> ShardChanges:
+        """Compares values [n], cast to the format, with `kept` [n], adds to `row`, and keeps the new bits.
+
+        `turn` says which part of a large shard goes into the histogram of exponents. An empty shard counts nothing.
+        Memory: 8 bytes for each change in a chunk. Cost: see [Note: Work per value].
+        """
+        num_values, layout = len(kept), self._layout
+        if not num_values:
+            return ShardChanges(0, (0, 0))
+        piece_sizes = [-(-num_values // cut) for cut in SHARD_CUTS]
+        sizes = (*layout.block_sizes, *piece_sizes, self.kept_block_size)
+        touched = [_Distinct(size) for size in sizes]
+        num_changed = num_exponents = 0
+        for chunk in chunks_of(num_values):
+            now, then = self._words(values, chunk), kept[chunk]
+            self._add_exponents(now, row[layout.exponents], turn)
+            if not self._finder.compare(now, then):
+                continue
+            changed = self._finder.positions()
+            num_changed += len(changed)
+            fresh, last = now[changed], then[changed]
+            moves = np.bincount(self._moves.encode(fresh, last), minlength=256)
+            row[layout.moves] += moves
+            row[layout.escape_bits] += int(moves[_MOVE_ESCAPE]) * 8 * self.format.item_bytes
+            crossed = changed[np.flatnonzero((fresh ^ last) & self._exponent_mask)]
+            num_exponents += len(crossed)
+            crossed += chunk.start
+            for one in touched:
+                one.add(crossed)
+            if 4 * len(changed) < len(now):
+                then[changed] = fresh
+            else:
+                np.copyto(then, now)
+        row[layout.values] += num_values
+        row[layout.value_changes] += num_changed
+        row[layout.exponent_changes] += num_exponents
+        row[layout.moves.start] += num_values - num_changed
+        totals = [-(-num_values // size) for size in sizes]
+        changes = [one.count for one in touched]
+        num_sizes = len(layout.block_sizes)
+        row[layout.blocks] += totals[:num_sizes]
+        row[layout.block_changes] += changes[:num_sizes]
+        row[layout.shards] += totals[num_sizes:-1]
+        row[layout.shard_changes] += changes[num_sizes:-1]
+        return ShardChanges(num_changed, (changes[-1], totals[-1]))
+
+    def _words(self, values: torch.Tensor, chunk: slice) -> Words:
+        """The bits of a chunk as FSDP2 gathers them, valid until the next call."""
+        size = chunk.stop - chunk.start
+        self._cast[:size].copy_(values[chunk])  # rounds as `values.to(dtype)` does
+        return self._fresh[:size]
+
+    def _add_exponents(self, now: Words, counts: Row, turn: int) -> None:
+        size = len(now)
+        if size > _LEAST_SAMPLED:
+            window = -(-size // _SAMPLED_SHARE)
+            start = min(turn * 3 % _SAMPLED_SHARE * window, size - window)
+            now = now[start : start + window]
+        fmt = self.format
+        exponents = (now >> fmt.mantissa_bits).astype(np.uint8)  # with 8 bits, the sign falls off here
+        if fmt.exponent_bits < 8:
+            exponents &= (1 << fmt.exponent_bits) - 1
+        counts += np.bincount(exponents, minlength=256) * (size / len(now))
+
+
+class _Distinct:
+    """Counts in how many stretches of `size` values ascending positions fall, given piece by piece."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._last = -1
+        self.count = 0
+
+    def add(self, positions: npt.NDArray[np.int64]) -> None:
+        if not len(positions):
+            return
+        stretches = positions // self._size
+        self.count += int(stretches[0] != self._last) + int(np.count_nonzero(stretches[1:] != stretches[:-1]))
+        self._last = int(stretches[-1])
+
+
+def _entropy_bits(counts: npt.NDArray[Any]) -> float:
+    """Bits a symbol of an order-0 code of symbols with these counts."""
+    known = counts[counts > 0]
+    shares = known / known.sum()
+    return max(0.0, float(-(shares * np.log2(shares)).sum()))

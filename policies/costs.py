@@ -1,0 +1,71 @@
+"""`CodecCost`: the seconds that the stages of a codec take, by values and by how many of them changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from math import isfinite
+from typing import Any
+
+from fsdp_ciera.policies.rates import Rates
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """`fixed + num_values * (per_value + per_changed * change)` seconds; `change` is a share, see `change_of`."""
+
+    fixed: float = 0.0
+    per_value: float = 0.0
+    per_changed: float = 0.0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not isinstance(value, (int, float)) or not isfinite(value) or value < 0:
+                raise ValueError(f"{item.name}={value!r} must be a number of seconds of at least 0")
+
+    def seconds(self, num_values: float, change: float, num_runs: int = 1) -> float:
+        """What this stage takes for so many values in so many runs."""
+        return num_runs * self.fixed + num_values * (self.per_value + self.per_changed * change)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecCost:
+    """The paper's T_hash, T_cmp and T_decmp, of one codec on one kind of machine."""
+
+    hash: StageCost = field(default_factory=StageCost)
+    """Of the own shard."""
+    cmp: StageCost = field(default_factory=StageCost)
+    """Of the own shard."""
+    decmp: StageCost = field(default_factory=StageCost)
+    """Of every other rank's shard."""
+
+    def gather_seconds(self, num_values: int, num_peers: int, change: float, overlap: bool) -> float:
+        """T_hash + T_cmp + T_decmp of one gather of a run of `num_values`; the first two are 0 when they overlap."""
+        encode = 0.0 if overlap else self.hash.seconds(num_values, change) + self.cmp.seconds(num_values, change)
+        return encode + self.decmp.seconds(num_peers * num_values, change, num_peers)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Mapping[str, float]]) -> CodecCost:
+        """The inverse. Raises `ValueError` or `TypeError` for what does not belong there."""
+        return cls(**{stage: StageCost(**cost) for stage, cost in values.items()})
+
+
+def change_of(codec: str, rates: Rates, block_size: int) -> float:
+    """The share of changes that a codec's costs depend on: of values, exponents or blocks; 1 where nothing is known."""
+    if codec == "value_delta":
+        return 1.0 if rates.value_change is None else rates.value_change
+    if codec == "exponent_delta":
+        return 1.0 if rates.exponent_change is None else rates.exponent_change
+    if codec == "exponent_block":
+        share, _ = rates.block_change_at(block_size)
+        return 1.0 if share is None else share
+    return 0.0
+
+
+FREE = CodecCost()
+"""A codec that takes no time: a plan by bytes alone."""

@@ -1,0 +1,217 @@
+"""`ciera plan`: what would it bring me? A model by name or folder, a cluster in numbers, and no GPU.
+
+model on "meta"  +  cluster, codec costs, change rates  ->  fsdp_ciera.forecast  ->  tables, picture, JSON
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table as RichTable
+from torch import nn
+
+from fsdp_ciera.errors import CieraPolicyError
+from fsdp_ciera.forecast import Cluster, Contender, Forecast, forecast
+from fsdp_ciera.measure import measure_costs
+from fsdp_ciera.policies.costs import CodecCost
+from fsdp_ciera.policies.links import Link, parse_link
+from fsdp_ciera.policies.machines import MACHINES
+from fsdp_ciera.policies.tables import load_table, table_for_model
+from fsdp_ciera.policy import CieraPolicy
+from fsdp_ciera.recipes.plan_figure import draw_plan
+
+THIS_MACHINE = "this-machine"
+_WIDTH = 120
+"""Of tables that go to a file or pipe."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What the command line says."""
+
+    model: str
+    world_size: int
+    ranks_per_node: int
+    between_nodes: str
+    in_node: str
+    lr: float
+    budget: str
+    micro_batches: int = 1
+    codecs: tuple[str, ...] | None = None
+    """`None`: those of the default policy."""
+    paper: bool = False
+    """Plan as published: one codec, greedy."""
+    topology: str = "auto"
+    costs: str = "a100"
+    table: str | None = None
+    reduce_dtype: str = "float32"
+    json_path: str | None = None
+    """`"-"`: to stdout, and no tables."""
+    plot: Path | None = None
+
+
+def run_plan(options: PlanOptions) -> int:
+    """Plans and shows; returns the exit code 0. Raises `CieraPolicyError` for what is not allowed."""
+    changes: dict[str, Any] = {
+        "cache_budget": None if options.budget == "none" else options.budget,
+        "learning_rate": options.lr,
+        "micro_batches": options.micro_batches,
+        "topology": options.topology,
+    }
+    if options.codecs is not None:
+        changes["codecs"] = options.codecs
+    policy = CieraPolicy.paper(**changes) if options.paper else CieraPolicy(**changes)
+    cluster = Cluster(
+        world_size=options.world_size,
+        ranks_per_node=min(options.ranks_per_node, options.world_size),
+        between_nodes=_link("--between-nodes", options.between_nodes),
+        in_node=_link("--in-node", options.in_node),
+    )
+    costs, costs_note = _costs(options.costs, policy)
+    table, notes = (load_table(options.table), ()) if options.table else table_for_model(options.model)
+    found = forecast(
+        meta_model(options.model),
+        policy,
+        cluster,
+        costs=costs,
+        overlap=options.costs != THIS_MACHINE,
+        table=table,
+        reduce_dtype=getattr(torch, options.reduce_dtype),
+    )
+    notes = (costs_note, *notes, *found.notes)
+    if options.json_path == "-":
+        print(json.dumps(_as_json(options, found, notes), indent=2))
+    else:
+        _show(options, found, notes)
+        if options.json_path is not None:
+            text = json.dumps(_as_json(options, found, notes), indent=2) + "\n"
+            try:
+                Path(options.json_path).write_text(text)
+            except OSError as error:
+                raise CieraPolicyError(f"--json: {options.json_path!r} cannot be written: {error.strerror}") from None
+    if options.plot is not None:
+        try:
+            draw_plan(options.model, found, options.plot)
+        except ImportError:
+            raise CieraPolicyError("--plot needs matplotlib: pip install 'fsdp-ciera[plot]'") from None
+        except OSError as error:
+            raise CieraPolicyError(f"--plot: {str(options.plot)!r} cannot be written: {error.strerror}") from None
+    return 0
+
+
+def meta_model(name: str) -> nn.Module:
+    """A causal LM on "meta": one of the paper's models by name, or what the config.json of a folder describes.
+
+    Raises `CieraPolicyError` where there is neither, or transformers is missing.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from fsdp_ciera.recipes.build import prepare_transformers
+        from fsdp_ciera.recipes.models import MODELS
+    except ImportError:
+        raise CieraPolicyError("`ciera plan` needs transformers: pip install 'fsdp-ciera[recipes]'") from None
+    prepare_transformers()
+    with torch.device("meta"):
+        if name in MODELS:
+            made: nn.Module = MODELS[name].model_class()(MODELS[name].config())
+            return made
+        if not (Path(name) / "config.json").is_file():
+            raise CieraPolicyError(
+                f"model {name!r} is neither a folder with a config.json nor one of {', '.join(sorted(MODELS))}"
+            )
+        try:
+            made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name, local_files_only=True))
+        except (OSError, ValueError) as error:
+            raise CieraPolicyError(f"model {name!r} cannot be read: {str(error).partition(chr(10))[0]}") from None
+        return made
+
+
+def _link(option: str, text: str) -> Link:
+    try:
+        return parse_link(text)
+    except ValueError as error:
+        raise CieraPolicyError(f"{option}: {error}") from None
+
+
+def _costs(name: str, policy: CieraPolicy) -> tuple[Mapping[str, CodecCost], str]:
+    if name in MACHINES:
+        return MACHINES[
+            name
+        ], f"codec costs of {name}: a projection from DietGPU's published figures, not measured by us"
+    if name == THIS_MACHINE:
+        costs = measure_costs(policy.codecs, torch.bfloat16, policy.block_size)
+        return costs, "codec costs: measured on this machine's CPU just now; encoding is not overlapped"
+    path = Path(name)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        costs = {codec: CodecCost.from_json(values) for codec, values in content.items()}
+    except OSError:
+        allowed = ", ".join([*MACHINES, THIS_MACHINE])
+        raise CieraPolicyError(f"--costs: got {name!r}, allowed: {allowed}, or the path of a JSON file") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CieraPolicyError(f"--costs: {name!r} does not hold codec costs: {error!r}") from None
+    missing = [codec for codec in policy.codecs if codec != "raw" and codec not in costs]
+    if missing:
+        raise CieraPolicyError(f"--costs: {name!r} says nothing of {missing[0]!r}")
+    return costs, f"codec costs: {name}"
+
+
+def _as_json(options: PlanOptions, found: Forecast, notes: tuple[str, ...]) -> dict[str, Any]:
+    return {"model": options.model, **found.to_dict(), "notes": list(notes)}
+
+
+def _show(options: PlanOptions, found: Forecast, notes: tuple[str, ...]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
+    cluster = found.cluster
+    console.print(
+        f"[bold]{options.model}[/], {found.num_parameters / 1e9:.2f} B parameters, on {cluster.world_size} ranks, "
+        f"{cluster.local_size} a node; {cluster.between_nodes} between nodes, {cluster.in_node} inside"
+    )
+    console.print(found.plan.summary(f"the plan: {found.topology} gathers, bytes and seconds of one rank and step"))
+    console.print(_contenders(found))
+    for note in notes:
+        console.print(f"- {note}", highlight=False, markup=False)
+    ours, stock = found.contenders[-1], found.contenders[0]
+    console.print(_verdict(found, stock, ours), style="bold", highlight=False)
+
+
+def _verdict(found: Forecast, stock: Contender, ours: Contender) -> str:
+    if ours.slow_bytes == stock.slow_bytes:
+        return "Nothing to gain here: every shard goes raw, as in stock FSDP2."
+    where = "inside the node" if found.cluster.num_nodes == 1 else "across nodes"
+    speed = stock.gather_seconds / ours.gather_seconds
+    seconds = f"{speed:.2f}x fewer seconds" if speed >= 1 else f"{1 / speed:.2f}x MORE seconds"
+    return (
+        f"Gathers: {stock.slow_bytes / ours.slow_bytes:.2f}x fewer bytes {where}, {seconds} than FSDP2 (a projection)."
+    )
+
+
+def _contenders(found: Forecast) -> RichTable:
+    made = RichTable(
+        title="beside the others, one rank and step (seconds: of the links, without overlap; a projection)"
+    )
+    made.add_column("")
+    for heading in ("gathers GB", "across nodes GB", "gathers s", "reduce GB", "extra GiB"):
+        made.add_column(heading, justify="right")
+    made.add_column("scheme")
+    for one in found.contenders:
+        made.add_row(
+            one.name,
+            f"{one.gather_bytes / 1e9:,.2f}",
+            f"{one.slow_bytes / 1e9:,.2f}",
+            f"{one.gather_seconds:,.3f}",
+            f"{one.reduce_bytes / 1e9:,.2f}",
+            f"{one.extra_memory_bytes / 2**30:,.2f}",
+            one.source,
+            style="bold" if one is found.contenders[-1] else None,
+        )
+    return made
