@@ -13,9 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from fsdp_ciera.choose import make_plan
 from fsdp_ciera.errors import CieraPolicyError
 from fsdp_ciera.future import future_shapes
-from fsdp_ciera.plan import Conditions, Plan, make_plan
+from fsdp_ciera.plan import Conditions, Plan
 from fsdp_ciera.policies.costs import CodecCost
 from fsdp_ciera.policies.links import Link
 from fsdp_ciera.policies.tables import Table

@@ -22,11 +22,12 @@ from fsdp_ciera._compat import (
     shard_world_size,
     sharded_parameters,
 )
+from fsdp_ciera.choose import make_plan
 from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.errors import CieraPolicyError
 from fsdp_ciera.future import future_shapes, gathered_dtype, shape_from_parameters
 from fsdp_ciera.layout import Layout
-from fsdp_ciera.plan import Conditions, Plan, make_plan
+from fsdp_ciera.plan import Conditions, Plan
 from fsdp_ciera.policies.links import Link
 from fsdp_ciera.policy import CieraPolicy
 from fsdp_ciera.shapes import GroupShape, Span, shape_of, spans_of_group

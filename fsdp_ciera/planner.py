@@ -25,10 +25,11 @@ from fsdp_ciera._compat import (
     param_names_and_sizes,
     sibling_groups,
 )
+from fsdp_ciera.choose import make_plan
 from fsdp_ciera.conditions import agree_on_conditions, left_of
 from fsdp_ciera.errors import CieraPolicyError
 from fsdp_ciera.handshake import check_same
-from fsdp_ciera.plan import Conditions, Plan, make_plan
+from fsdp_ciera.plan import Conditions, Plan
 from fsdp_ciera.policies.tables import DEFAULT_TABLE, Table, load_table
 from fsdp_ciera.presence import wait_for_peers
 from fsdp_ciera.probe import Probe

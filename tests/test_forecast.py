@@ -78,6 +78,17 @@ def test_hierarchical_gathers_cross_nodes_once_and_share_the_link() -> None:
     )
 
 
+def test_groups_without_a_codec_are_gathered_as_in_stock_fsdp2() -> None:
+    """So a plan that chose nothing is no faster than FSDP2, whatever the topology might have brought."""
+    policy = CieraPolicy(topology="auto", cache_budget=0, codecs=("value_delta", "raw"), learning_rate=1e-5)
+    found = forecast(model(), policy, PAIRS, costs=FREE)
+    stock, ours = found.contenders[0], found.contenders[-1]
+    assert (ours.gather_bytes, ours.slow_bytes) == (stock.gather_bytes, stock.slow_bytes)
+    assert ours.gather_seconds == pytest.approx(stock.gather_seconds)
+    forced = forecast(model(), replace(policy, topology="hierarchical"), PAIRS, costs=FREE)
+    assert forced.contenders[-1].slow_bytes == stock.slow_bytes
+
+
 def test_what_cannot_be_planned_is_an_error() -> None:
     with pytest.raises(CieraPolicyError, match="cache_budget='auto' is a share of a GPU that is not there: give bytes"):
         forecast(model(), CieraPolicy(), PAIRS, costs=FREE)
@@ -171,6 +182,7 @@ def test_a_folder_with_a_config_is_a_model(tmp_path: Path, capsys: pytest.Captur
         (["olmoe-1b-7b", "--table", "mine"], "tables='mine' is not a shipped table"),
         (["olmoe-1b-7b", "--codecs", "zip"], "codecs has 'zip'"),
         (["olmoe-1b-7b", "--world-size", "12"], "world_size=12 in nodes of 8 is not allowed"),
+        (["olmoe-1b-7b", "--json", "/no/such/folder/x.json"], "cannot be written: No such file or directory"),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_exit_code_2(

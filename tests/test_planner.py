@@ -27,12 +27,13 @@ from fsdp_ciera import (
     stats,
 )
 from fsdp_ciera._compat import get_comm, param_groups
+from fsdp_ciera.choose import make_plan
 from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.collective import CieraAllGather
 from fsdp_ciera.errors import CieraMismatchError, CieraPolicyError
 from fsdp_ciera.lockstep import LockstepState
 from fsdp_ciera.measure import free_memory_bytes, measure_costs
-from fsdp_ciera.plan import Conditions, make_plan
+from fsdp_ciera.plan import Conditions
 from fsdp_ciera.policies.payloads import Payload
 from fsdp_ciera.shapes import GroupShape, spans_of
 from ranks import run_ranks

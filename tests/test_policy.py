@@ -34,6 +34,7 @@ from tiny_moe import PAPERS_CODEC, Case, build
         ({"codecs": ("zip",)}, "codecs has 'zip', which is not one of 'raw', 'entropy', 'exponent_block'"),
         ({"codecs": "raw"}, "codecs='raw' must be a tuple"),
         ({"codecs": ()}, "must be a tuple of names"),
+        ({"codecs": ("raw", "entropy", "raw")}, "has 'raw' more than once"),
         ({"codecs": 5}, "codecs=5 must be a tuple of names"),
         ({"categories": 5}, "categories=5 must be a tuple of names"),
         ({"categories": ("experts",)}, "categories has 'experts', which is not one of 'expert_ffn'"),
@@ -78,6 +79,8 @@ def test_policy_is_frozen_keyword_only_and_comparable() -> None:
     assert CieraPolicy.paper() == CieraPolicy(codecs=("exponent_block", "raw"), block_size=512, selection="greedy")
     assert CieraPolicy.paper(block_size=64).block_size == 64
     assert CieraPolicy(codecs=["raw"]).codecs == ("raw",)  # type: ignore[arg-type]
+    costs = {name: CodecCost() for name in CieraPolicy().codecs}
+    assert len({CieraPolicy(codec_costs=costs), CieraPolicy(codec_costs=costs)}) == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         CieraPolicy().block_size = 64  # type: ignore[misc]
     with pytest.raises(TypeError):
