@@ -30,11 +30,11 @@ from fsdp_ciera._compat import FSDPModule, param_groups, sharded_parameters
 from fsdp_ciera.errors import CieraMismatchError, CieraPolicyError
 from fsdp_ciera.kernels.formats import FORMATS, Words
 from fsdp_ciera.kernels.ops import zeros_tensor
-from fsdp_ciera.policies.categories import CATEGORIES, categorize
+from fsdp_ciera.policies.categories import CATEGORIES, Category, categorize
 from fsdp_ciera.policies.changes import CountLayout, Row, ShardCounter
 from fsdp_ciera.policies.profile import ALL, Profile, ProfiledStep
 from fsdp_ciera.policies.rates import BLOCK_SIZES, Rates
-from fsdp_ciera.trials import TRIED_CODECS, CodecTrials
+from fsdp_ciera.trials import TRIED_CODECS, CodecTrials, Part, TriedShard
 
 
 class _Shard(NamedTuple):
@@ -188,7 +188,9 @@ class Profiler:
             kept = FORMATS[one.dtype].words(zeros_tensor((one.values.numel(),), one.dtype))
             self._counters[one.dtype].keep(one.values, kept)
             self._kept.append(kept)
-        self._trials.plan([(categorize(one.name), one.values.numel()) for one in shards])
+        self._trials.plan(
+            [TriedShard(categorize(one.name), one.group, one.dtype, one.values.numel()) for one in shards]
+        )
 
     def _compare(self, shards: Sequence[_Shard], turn: int, started: float) -> None:
         """Counts the changes since the last look and sends the counts on their way."""
@@ -201,12 +203,10 @@ class Profiler:
         is_averaged = self._last_look >= self._warmup_steps
         rows = np.zeros((len(CATEGORIES), self._layout.num_columns))
         changes = np.zeros((len(shards), self._num_ranks))
-        parts = self._trials.next_parts()
+        for part in self._trials.next_parts(turn):
+            self._try(part, shards, rows[CATEGORIES.index(cast(Category, part.category))])
         for index, (one, kept) in enumerate(zip(shards, self._kept, strict=True)):
             row = rows[CATEGORIES.index(categorize(one.name))]
-            for part in parts.get(index, ()):
-                last = torch.from_numpy(kept[part].view(f"i{one.dtype.itemsize}")).view(one.dtype)
-                self._trials.run(last, one.values[part].to("cpu", one.dtype), row, self._layout)
             found = self._counters[one.dtype].count(one.values, kept, row, turn)
             changes[index, self._rank] = found.num_values
             if is_averaged:
@@ -214,6 +214,13 @@ class Profiler:
         seconds = np.array([self._clock.train_seconds, self._clock.num_intervals, time.perf_counter() - started])
         counts = np.concatenate([rows.reshape(-1), changes.reshape(-1), seconds])
         self._pending = _Pending(self._num_steps, self._last_look, is_averaged, *self._start_sum(counts))
+
+    def _try(self, part: Part, shards: Sequence[_Shard], row: Row) -> None:
+        """Tries the codecs on a part, before its bits are kept."""
+        dtype = shards[part.pieces[0][0]].dtype
+        last = np.concatenate([self._kept[index][piece] for index, piece in part.pieces])
+        fresh = torch.cat([shards[index].values[piece].to("cpu", dtype) for index, piece in part.pieces])
+        self._trials.run(torch.from_numpy(last.view(f"i{dtype.itemsize}")).view(dtype), fresh, row, self._layout)
 
     def _collect(self) -> None:
         """Takes in the counts of the last look, summed over all ranks."""

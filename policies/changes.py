@@ -54,6 +54,7 @@ class CountLayout:
         self.moves = self._take(256)
         self.escape_bits = self._take(1)
         self.codec_values = self._take(1)
+        self.codec_changes = self._take(1)
         self.codec_bits = self._take(len(self.codecs))
 
     def _take(self, num_columns: int) -> slice:
@@ -69,21 +70,32 @@ class CountLayout:
         return total
 
     def rates(self, row: Row, rank_spread: float | None = None) -> Rates:
-        """float64 [num_columns] -> the rates, `None` for what was not counted."""
+        """float64 [num_columns] -> the rates, `None` for what was not counted.
+
+        [Note: What was tried may change more] Codecs are tried on a part of the shards, and shards differ in how much of them
+        changes. What `value_delta` sends is nearly proportional to that, so its bits a *changed* value are taken from what
+        was tried, and the share of changed values from all. Test: test_profiler.py, tried parts that change more.
+        """
         num_values = float(row[self.values].sum())
         if not num_values:
             return Rates()
         blocks = zip(self.block_sizes, row[self.block_changes], row[self.blocks], strict=True)
-        sampled = float(row[self.codec_values].sum())
-        bits = zip(self.codecs, row[self.codec_bits], strict=True) if sampled else ()
+        sampled = max(1.0, float(row[self.codec_values].sum()))
+        bits = {codec: float(total) / sampled for codec, total in zip(self.codecs, row[self.codec_bits], strict=True)}
+        value_change = float(row[self.value_changes].sum()) / num_values
+        changed = float(row[self.codec_changes].sum())
+        if "value_delta" in bits and changed:  # See [Note: What was tried may change more]
+            bits["value_delta"] *= value_change * sampled / changed
         change_bits = _entropy_bits(row[self.moves]) + float(row[self.escape_bits].sum()) / num_values
         return Rates(
             exponent_change=float(row[self.exponent_changes].sum()) / num_values,
             block_change={size: float(changed / count) for size, changed, count in blocks if count},
-            value_change=float(row[self.value_changes].sum()) / num_values,
+            value_change=value_change,
             exponent_entropy_bits=_entropy_bits(row[self.exponents]),
             value_change_entropy_bits=min(change_bits, MOST_BITS),
-            codec_bits={codec: min(float(total) / sampled, MOST_BITS) for codec, total in bits},
+            codec_bits={codec: min(each, MOST_BITS) for codec, each in bits.items()}
+            if row[self.codec_values].any()
+            else {},
             rank_spread=rank_spread,
         )
 

@@ -22,7 +22,7 @@ from fsdp_ciera.kernels.reference import CHUNK_VALUES, split_planes
 from fsdp_ciera.policies.changes import SHARD_CUTS, CountLayout, ShardCounter
 from fsdp_ciera.policies.profile import ALL, merge_tables
 from fsdp_ciera.policies.rates import BLOCK_SIZES, Rates
-from fsdp_ciera.trials import TRIED_CODECS, CodecTrials
+from fsdp_ciera.trials import TRIED_CODECS, CodecTrials, TriedShard
 from fsdp_ciera.wire import TABLE_ENTRY_BYTES
 from ranks import run_ranks
 
@@ -284,22 +284,28 @@ def test_wrong_arguments() -> None:
 
 def test_trials_go_round_all_values_of_each_category() -> None:
     trials, million = CodecTrials(), 1 << 20
-    sizes = {
-        0: ("expert_ffn", 3 * million + 5),
-        1: ("attention", 100),
-        2: ("expert_ffn", 5 * million),
-        3: ("attention", 0),
-    }
-    trials.plan(list(sizes.values()))
-    seen = {index: np.zeros(size, int) for index, (_, size) in sizes.items()}
-    for _ in range(9):
-        parts = trials.next_parts()
-        assert 1 in parts and sum(len(found) for found in parts.values()) == 2
-        for index, found in parts.items():
-            for part in found:
-                assert part.stop - part.start <= million and part.start % 1024 == 0
-                seen[index][part] += 1
-    assert (seen[0] == 1).all() and (seen[2] == 1).all() and (seen[1] == 9).all()
+    shards = [
+        TriedShard("expert_ffn", 0, torch.bfloat16, 3 * million),
+        TriedShard("expert_ffn", 0, torch.bfloat16, million + 5),  # a run with the one before
+        TriedShard("attention", 0, torch.bfloat16, 100),
+        TriedShard("expert_ffn", 1, torch.bfloat16, 17 * million),  # too long: three parts
+        TriedShard("attention", 1, torch.bfloat16, 0),
+        TriedShard("attention", 1, torch.float16, 50),
+    ]
+    trials.plan(shards)
+    seen = [np.zeros(shard.num_values, int) for shard in shards]
+    for turn in range(1, 17):
+        parts = trials.next_parts(turn)
+        assert len(parts) == (2 if turn % 4 == 1 else 0)
+        for part in parts:
+            assert part.num_values <= 8 * million
+            assert {shards[index].category for index, _ in part.pieces} == {part.category}
+            assert len({shards[index][1:3] for index, _ in part.pieces}) == 1
+            for index, piece in part.pieces:
+                assert piece.start % 1024 == 0
+                seen[index][piece] += 1
+    assert all((seen[index] == 1).all() for index in (0, 1, 3))
+    assert (seen[2] == 2).all() and (seen[5] == 2).all()
 
 
 # --- tables
@@ -444,7 +450,7 @@ def measured_and_sent(rank: int, world_size: int, codec: str) -> tuple[Profile, 
     generator = torch.Generator().manual_seed(rank)
     sent = 0
     with torch.no_grad():
-        for _ in range(3):
+        for _ in range(2):
             model(torch.ones(1, 128))
             model.reshard()
             before, sent = sent, stats(model).by_codec[codec].wire_bytes
@@ -510,3 +516,15 @@ def test_what_ranks_can_get_wrong() -> None:
     (text, rate), (other_text, _) = run_ranks(all_failures, 2)
     assert text == other_text
     assert rate == 1 / 2048
+
+
+def test_tried_parts_that_change_more_than_the_rest() -> None:
+    """A tenth of the values was tried, and half of their changes happened there: bits a change, times all changes."""
+    layout = CountLayout((512,), ("exponent_delta", "value_delta"))
+    row = np.zeros(layout.num_columns)
+    row[layout.values], row[layout.value_changes] = 1000, 40
+    row[layout.codec_values], row[layout.codec_changes] = 100, 20
+    row[layout.codec_bits] = (805, 100)
+    assert layout.rates(row).codec_bits == {"exponent_delta": 8.05, "value_delta": pytest.approx(5 * 40 / 1000)}
+    row[layout.codec_changes] = row[layout.codec_bits.start + 1] = 0
+    assert layout.rates(row).codec_bits["value_delta"] == 0
