@@ -58,7 +58,8 @@ class Probe:
     def _compare(self, last: torch.Tensor, fresh: torch.Tensor) -> npt.NDArray[np.float64]:
         """[Note: Measured in runs] Neighbours of one category and codec are one run, and codecs find repetitions across all of
         it (the demo's experts send a fifth less together than one by one). So runs are measured whole, and each parameter
-        has its part of them: by its changed values, or by its values where changes hardly count. Test: test_planner.py, predicts.
+        has its part of them: by its changed values, or by its values where changes hardly count. Test: test_planner.py,
+        runs are measured whole.
         """
         sizes = np.array(self._shape.sizes)
         found = np.full((len(sizes), len(self._codecs)), np.nan)

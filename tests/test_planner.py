@@ -35,6 +35,7 @@ from fsdp_ciera.lockstep import LockstepState
 from fsdp_ciera.measure import free_memory_bytes, measure_costs
 from fsdp_ciera.plan import Conditions
 from fsdp_ciera.policies.payloads import Payload
+from fsdp_ciera.probe import Probe, first_payload_bytes
 from fsdp_ciera.shapes import GroupShape, spans_of
 from ranks import run_ranks
 from tiny_moe import BY_BYTES, Case, build, compare_with_stock, reshard, run
@@ -427,6 +428,30 @@ def entropy_bits(num_bytes: float) -> Payload:
 
 def test_a_codec_without_memory_sends_as_much_in_repeats() -> None:
     assert entropy_bits(1_300_000) == (6 * 1_300_000, 6 * 2_000_000)
+
+
+def test_runs_are_measured_whole_and_each_parameter_has_its_part() -> None:
+    """Two parameters of a category with the same changes, which value_delta codes once; the third is another run."""
+    policy = CieraPolicy(codecs=("value_delta", "exponent_delta", "raw"), **BY_BYTES)
+    names = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "self_attn.q_proj.weight")
+    shape = GroupShape(names, (6000, 6000, 500), torch.bfloat16, 2, spans_of([([0, 1], 2)], policy))
+    last = torch.randn(6000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    fresh = last.clone()
+    fresh[::7] *= 1.01
+    probe = Probe(shape, policy.codecs, 512)
+    assert np.isnan(probe.take()).all()
+    for step, values in enumerate((last, fresh)):
+        shard = torch.cat([values, values, values[:500]])
+        probe.look_at(shard, step)
+        probe.look_at(shard + 1, step)  # the same step again: ignored
+    found = probe.take()
+    for number, codec in enumerate(policy.codecs):
+        whole = first_payload_bytes(codec, torch.cat([last, last]), torch.cat([fresh, fresh]), 512)
+        assert found[:2, number].sum() == pytest.approx(whole)
+        assert found[0, number] == pytest.approx(found[1, number])
+        assert found[2, number] == first_payload_bytes(codec, last[:500], fresh[:500], 512)
+    apart = first_payload_bytes("value_delta", last, fresh, 512)
+    assert found[0, 0] < 0.9 * apart
 
 
 # Measuring
