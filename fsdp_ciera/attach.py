@@ -109,8 +109,10 @@ def attach(model: nn.Module, policy: CieraPolicy) -> AttachReport:
 def detach(model: nn.Module) -> None:
     """Makes every FSDP2 module in `model` gather as stock FSDP2 again, and frees the caches. Call it on all ranks."""
     for _, group in _groups(model):
-        if isinstance(get_comm(group), CieraAllGather):
+        comm = get_comm(group)
+        if isinstance(comm, CieraAllGather):
             restore_default_comm(group)
+            comm.release()
 
 
 def invalidate(model: nn.Module) -> None:

@@ -123,6 +123,12 @@ class CieraAllGather(AllGather):
         for stream in self._streams.values():
             stream.forget()
 
+    def release(self) -> None:
+        """Frees the caches now: groups that are planned together know one another, so nothing else would before the next
+        collection of garbage."""
+        self._streams.clear()
+        self.cohort = None
+
     def adopt(self, codecs: tuple[str, ...]) -> None:
         """The plan for the parameters of this group, from the next gather on: a full one when it differs from the last.
 

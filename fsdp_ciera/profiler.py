@@ -203,7 +203,7 @@ class Profiler:
         is_averaged = self._last_look >= self._warmup_steps
         rows = np.zeros((len(CATEGORIES), self._layout.num_columns))
         changes = np.zeros((len(shards), self._num_ranks))
-        for part in self._trials.next_parts(turn):
+        for part in self._trials.next_parts() if is_averaged else ():
             self._try(part, shards, rows[CATEGORIES.index(cast(Category, part.category))])
         for index, (one, kept) in enumerate(zip(shards, self._kept, strict=True)):
             row = rows[CATEGORIES.index(categorize(one.name))]

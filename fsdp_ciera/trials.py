@@ -52,6 +52,7 @@ class CodecTrials:
     def __init__(self) -> None:
         self._queues: dict[str, list[Part]] = {}
         self._positions: dict[str, int] = {}
+        self._num_looks = 0
 
     def plan(self, shards: Sequence[TriedShard]) -> None:
         """Every category has a turn of its own."""
@@ -60,10 +61,11 @@ class CodecTrials:
             self._queues.setdefault(category, []).extend(_parts_of(category, list(run)))
         self._positions = dict.fromkeys(self._queues, 0)
 
-    def next_parts(self, turn: int) -> list[Part]:
-        """What is tried in look number `turn`, counted from 1; nothing in most."""
+    def next_parts(self) -> list[Part]:
+        """What is tried in the next look: something in the first, and then in every fourth."""
         chosen: list[Part] = []
-        for category, queue in self._queues.items() if turn % _TRIED_EVERY == 1 else ():
+        is_due, self._num_looks = self._num_looks % _TRIED_EVERY == 0, self._num_looks + 1
+        for category, queue in self._queues.items() if is_due else ():
             quota = -(-sum(part.num_values for part in queue) // _TRIED_SHARE)
             taken = 0
             while queue and taken < quota:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -128,7 +127,12 @@ def plan_scout_in_this_process() -> None:
 
     start = time.process_time()
     code = main(["plan", "llama-4-scout", "--world-size", "128"])
-    print(json.dumps([code, time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
+    seconds = time.process_time() - start
+    # ru_maxrss would be that of the process that started this one, if that was larger
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else ["VmHWM: 0 kB"]
+    most_kib = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    print(json.dumps([code, seconds, 1024 * most_kib]))
 
 
 def test_scout_on_128_ranks_is_planned_in_seconds_without_its_weights() -> None:
