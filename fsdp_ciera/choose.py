@@ -310,13 +310,15 @@ def _overhead_bytes(
     if policy.may_go_plain and not any(group):
         return 0.0
     codecs = ["raw" if option is None else option.codec for option in group]
+    # where nothing at all is sent in a repeat, no table is
+    sends_in_repeats = any(
+        size and (option is None or option.payload.repeat_bits) for option, size in zip(group, shape.sizes, strict=True)
+    )
     total = 0.0
     for span, layout in shape.layouts(codecs):
         num_gathers = span.num_gathers * policy.micro_batches
         total += num_gathers * (span.cut.world_size - 1) * HEADER_BYTES
         tables = sum(CODECS[run.codec].num_sections for run in layout.runs) * TABLE_ENTRY_BYTES
-        # where nothing at all is sent in a repeat, no table is
-        sends_in_repeats = any(run.codec != "value_delta" for run in layout.runs)
         total += (span.cut.num_nodes - 1) * tables * (num_gathers if sends_in_repeats else min(1, num_gathers))
     measured = conditions.measured[index] if conditions.measured is not None else None
     if measured is None or np.isnan(measured).any():

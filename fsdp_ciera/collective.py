@@ -273,10 +273,10 @@ class CieraAllGather(AllGather):
     def _stream(self, local: torch.Tensor, group: dist.ProcessGroup) -> Stream:
         key = (group.group_name, local.dtype, local.numel())  # See [Note: One state per stream]
         if key not in self._streams:
-            self._streams[key] = self._open_stream(local, group)
+            self._streams[key] = self._open_stream(local, group, self._changes.setdefault(key, Changes()))
         return self._streams[key]
 
-    def _open_stream(self, local: torch.Tensor, group: dist.ProcessGroup) -> Stream:
+    def _open_stream(self, local: torch.Tensor, group: dist.ProcessGroup, changes: Changes) -> Stream:
         module, names, sizes = param_names_and_sizes(self.param_group, local.dtype)
         if self.planned_codecs is None:
             plan_for(self, local.dtype, group)
@@ -291,5 +291,4 @@ class CieraAllGather(AllGather):
                 f"nodes of {ranks_per_node_of(self.policy)} ranks do not cut a group of {group.size()} ranks into several "
                 "equal parts of several ranks, so it is gathered flat"
             )
-        key = (group.group_name, local.dtype, local.numel())
-        return Stream(module, self.policy, layout, group, cut, self._changes.setdefault(key, Changes()))
+        return Stream(module, self.policy, layout, group, cut, changes)
