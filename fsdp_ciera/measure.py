@@ -70,18 +70,28 @@ def _gather_seconds(group: dist.ProcessGroup, num_bytes: int) -> float:
 
 def measure_costs(codecs: Sequence[str], dtype: torch.dtype, block_size: int) -> dict[str, CodecCost]:
     """The stages of each codec on this machine, for values of `dtype`. Cost: about 50 ms a codec, once in a process."""
-    for codec in codecs:
-        key = (codec, dtype, block_size)
-        if key not in MEASURED_COSTS:
-            known = codec == "raw" or not CODECS[codec].supports(dtype)
-            MEASURED_COSTS[key] = CodecCost() if known else _measure_codec(codec, dtype, block_size)
+    missing = [codec for codec in codecs if (codec, dtype, block_size) not in MEASURED_COSTS]
+    if missing:
+        few, many = _sample(dtype, _FEW_VALUES), _sample(dtype, _COST_VALUES)
+        rates = _rates_of_sample(*many, block_size)
+        for codec in missing:
+            is_free = codec == "raw" or not CODECS[codec].supports(dtype)
+            cost = CodecCost() if is_free else _measure_codec(codec, few, many, rates, block_size)
+            MEASURED_COSTS[codec, dtype, block_size] = cost
     return {codec: MEASURED_COSTS[codec, dtype, block_size] for codec in codecs}
 
 
-def _measure_codec(codec: str, dtype: torch.dtype, block_size: int) -> CodecCost:
-    change = change_of(codec, _rates_of_sample(dtype, block_size), block_size)
-    few, _ = _stage_seconds(codec, dtype, block_size, _FEW_VALUES)
-    unchanged, changed = _stage_seconds(codec, dtype, block_size, _COST_VALUES)
+def _measure_codec(
+    codec: str,
+    few_values: tuple[torch.Tensor, torch.Tensor],
+    many_values: tuple[torch.Tensor, torch.Tensor],
+    rates: Rates,
+    block_size: int,
+) -> CodecCost:
+    """`rates` are those between the two states of `many_values`."""
+    change = change_of(codec, rates, block_size)
+    few, _ = _stage_seconds(codec, *few_values, block_size)
+    unchanged, changed = _stage_seconds(codec, *many_values, block_size)
 
     def cost(stage: str) -> StageCost:
         per_value = max(0.0, unchanged[stage] - few[stage]) / _COST_VALUES
@@ -92,16 +102,17 @@ def _measure_codec(codec: str, dtype: torch.dtype, block_size: int) -> CodecCost
 
 
 def _stage_seconds(
-    codec: str, dtype: torch.dtype, block_size: int, num_values: int
+    codec: str, first: torch.Tensor, second: torch.Tensor, block_size: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of the stages when nothing changed, and when some values did: the medians of a few gathers of two ranks.
+    """Seconds of the stages when nothing changed, and when some values did (`first` [n] <-> `second` [n]): the medians of a
+    few gathers of two ranks.
 
     Stages that happen between two of the paper's count with the one before; the checksum of a shard with Hash.
     """
+    num_values, dtype = len(first), first.dtype
     layout = Layout((Run("other", codec, 0, num_values, ("sample",)),), num_values, dtype)
     sender, receiver = (LockstepState(layout, block_size, 2, rank) for rank in (0, 1))
     output = torch.from_numpy(empty_bytes(2 * num_values * dtype.itemsize)).view(dtype).view(2, num_values)
-    first, second = _sample(dtype, num_values)
     taken: dict[bool, list[dict[str, float]]] = {False: [], True: []}
     last = None
     for values in (first, second, second, first, first, second, second, first, first):
@@ -135,9 +146,9 @@ def _sample(dtype: torch.dtype, num_values: int) -> tuple[torch.Tensor, torch.Te
     return first, torch.from_numpy(words.view(np.uint8)).view(dtype)
 
 
-def _rates_of_sample(dtype: torch.dtype, block_size: int) -> Rates:
-    fmt = FORMATS[dtype]
-    first, second = (fmt.words(values) for values in _sample(dtype, _COST_VALUES))
+def _rates_of_sample(before: torch.Tensor, after: torch.Tensor, block_size: int) -> Rates:
+    fmt = FORMATS[before.dtype]
+    first, second = fmt.words(before), fmt.words(after)
     exponents = ((first ^ second) >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1) != 0
     blocks = exponents[: len(exponents) // block_size * block_size].reshape(-1, block_size).any(axis=1)
     return Rates(
