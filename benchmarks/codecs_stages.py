@@ -8,8 +8,12 @@ import numpy as np
 import torch
 
 from fsdp_ciera.entropy import SectionWriter, StoredSection, SymbolReader, entropy_bits
-from fsdp_ciera.kernels import ops, reference
+from fsdp_ciera.kernels import reference
+from fsdp_ciera.kernels.changes import Form
+from fsdp_ciera.kernels.dispatch import kernels_of
 from fsdp_ciera.kernels.formats import FORMATS
+from fsdp_ciera.kernels.memory import empty_bytes
+from fsdp_ciera.kernels.reference import chunks_of
 
 
 def stages(values: torch.Tensor, block_size: int) -> Iterator[tuple[str, float | None, Callable[[], object]]]:
@@ -17,43 +21,23 @@ def stages(values: torch.Tensor, block_size: int) -> Iterator[tuple[str, float |
 
     Bits are those that zstd makes, and beside unzstd the entropy of what comes out of it.
     """
-    fmt, num_values = FORMATS[torch.bfloat16], len(values)
-    words, rows = fmt.words(values), values.view(1, -1)
-    exponents, plane = np.zeros(num_values, np.uint8), np.zeros(num_values, np.uint8)
+    fmt, num_values, kernels = FORMATS[torch.bfloat16], len(values), kernels_of(values)
+    exponents, plane = (torch.zeros(num_values, dtype=torch.uint8) for _ in range(2))
     target, other = torch.zeros_like(values), values.clone()
-    fresh_words = fmt.words(other)
     room = np.zeros(num_values, np.uint8)
-    hashes = np.empty((num_values // block_size, 2), np.uint64)
-    chunk_blocks = ops.CHUNK_VALUES // block_size
-
-    def split() -> None:
-        for _ in ops.split(words, fmt, plane, exponents):
-            pass
-
-    def hash_all() -> None:
-        hasher = ops.BlockHasher(block_size, chunk_blocks)
-        blocks = exponents[: len(hashes) * block_size].reshape(-1, block_size)
-        for chunk in ops.chunks_of(len(hashes), chunk_blocks):
-            hasher.add(blocks[chunk], hashes[chunk])
-        hasher.finish(hashes)
-
-    def compare() -> None:
-        finder = ops.ChangeFinder(ops.CHUNK_VALUES)
-        for chunk in ops.chunks_of(num_values):
-            finder.compare(words[chunk], fresh_words[chunk])
 
     def code() -> SectionWriter:
         sections = SectionWriter(room)
-        sections.code(lambda: [exponents], num_values)
+        sections.code(lambda: [exponents.numpy()], num_values)
         return sections
 
-    split()
+    kernels.split_planes(values, fmt, exponents, plane)
     ((coding, num_bytes),) = code().entries
     section = StoredSection(coding, room[:num_bytes].copy())
 
     def decode() -> None:
         reader = SymbolReader(section, num_values)
-        for chunk in ops.chunks_of(num_values):
+        for chunk in chunks_of(num_values):
             reader.read(chunk.stop - chunk.start)
         reader.finish()
 
@@ -62,17 +46,13 @@ def stages(values: torch.Tensor, block_size: int) -> Iterator[tuple[str, float |
     yield (
         "memcpy into fresh memory of ours",
         None,
-        lambda: torch.from_numpy(ops.empty_bytes(2 * num_values)).copy_(values.view(torch.uint8)),
+        lambda: torch.from_numpy(empty_bytes(2 * num_values)).copy_(values.view(torch.uint8)),
     )
-    yield "split", None, split
-    yield "hash", None, hash_all
-    yield "compare with last values", None, compare
+    for name, one in (("", kernels), (", torch reference", reference)):
+        yield f"split{name}", None, lambda one=one: one.split_planes(values, fmt, exponents, plane)
+        yield f"merge{name}", None, lambda one=one: one.merge_planes(exponents, plane, None, fmt, target)
+        yield f"hash{name}", None, lambda one=one: one.hash_blocks(values, fmt, block_size)
+        yield f"find no change{name}", None, lambda one=one: one.find_changes(values, other, fmt, Form())
+        yield f"checksum{name}", None, lambda one=one: one.checksum(values.view(1, -1))
     yield "zstd of all exponents", 8 * num_bytes / num_values, code
-    yield "unzstd of all exponents", entropy_bits(exponents), decode
-    yield "merge", None, lambda: ops.merge_rows(exponents[None], plane[None], fmt, fmt.words(target)[None])
-    yield "checksum", None, lambda: ops.checksum(rows)
-    yield "split, torch reference", None, lambda: reference.split_planes(rows, fmt)
-    parts = (torch.from_numpy(exponents).view(1, -1), torch.from_numpy(plane).view(1, -1))
-    yield "merge, torch reference", None, lambda: reference.merge_planes(*parts, fmt, out=target.view(1, -1))
-    whole = torch.from_numpy(exponents[: len(hashes) * block_size]).view(-1, block_size)
-    yield "hash, torch reference", None, lambda: reference.hash_blocks(whole)
+    yield "unzstd of all exponents", entropy_bits(exponents.numpy()), decode

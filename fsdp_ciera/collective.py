@@ -28,7 +28,7 @@ from fsdp_ciera._compat import (
 )
 from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.exchange import Outcome, Result, exchange_payloads
-from fsdp_ciera.kernels.ops import checksum
+from fsdp_ciera.kernels.dispatch import kernels_of
 from fsdp_ciera.layout import Layout, build_layout
 from fsdp_ciera.planner import Cohort, plan_for
 from fsdp_ciera.policy import CieraPolicy
@@ -168,7 +168,7 @@ class CieraAllGather(AllGather):
         return report
 
     def _gather(self, stream: Stream, output: torch.Tensor, local: torch.Tensor) -> None:
-        local_checksum = int(checksum(local.view(1, -1)))
+        local_checksum = int(kernels_of(local).checksum(local.view(1, -1)))
         encoded = None
         wasted_bytes = wasted_in_node_bytes = 0
         if stream.epoch is not None:

@@ -14,11 +14,13 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
+import torch
 import zstandard
 
 from fsdp_ciera.errors import CieraDecodeError
 from fsdp_ciera.kernels.formats import packed_bytes
-from fsdp_ciera.kernels.ops import CHUNK_VALUES, Bytes, pack_bits, unpack_bits
+from fsdp_ciera.kernels.memory import Bytes
+from fsdp_ciera.kernels.reference import CHUNK_VALUES, pack_bits, unpack_bits
 
 _ZSTD_PARAMETERS = zstandard.ZstdCompressionParameters.from_level(
     1,
@@ -117,7 +119,7 @@ class SectionWriter:
                 return
         if symbol_bits < 8:
             symbols = np.concatenate([piece.copy() for piece in pieces()])
-            self._take(Coding.PACKED, smallest)[:] = pack_bits(symbols, symbol_bits)
+            self._take(Coding.PACKED, smallest)[:] = pack_bits(torch.from_numpy(symbols), symbol_bits).numpy()
             return
         into, position = self._take(plain, num_symbols), 0
         for piece in pieces():
@@ -190,7 +192,7 @@ class SymbolReader:
                 raise CieraDecodeError(
                     f"a section of {num_symbols} symbols of {symbol_bits} bits has {len(data)} bytes"
                 )
-            self._plain = unpack_bits(data, num_symbols, symbol_bits)
+            self._plain = unpack_bits(torch.from_numpy(data), num_symbols, symbol_bits).numpy()
             self.num_symbols = num_symbols
         elif coding == Coding.PLAIN:
             self._plain = data

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fsdp_ciera._compat import all_gather_flat
 from fsdp_ciera.errors import CieraPeerError
-from fsdp_ciera.kernels.ops import empty_bytes
+from fsdp_ciera.kernels.memory import empty_bytes
 from fsdp_ciera.lockstep import Encoded
 from fsdp_ciera.sizes import DOUBT
 from fsdp_ciera.stream import Stream

@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from fsdp_ciera.codecs import CODECS, RunCodec, StoredSection
 from fsdp_ciera.entropy import SectionWriter
 from fsdp_ciera.errors import CieraDecodeError
-from fsdp_ciera.kernels.ops import Bytes, empty_bytes
+from fsdp_ciera.kernels.memory import Bytes, empty_bytes
 from fsdp_ciera.layout import Layout
 from fsdp_ciera.wire import TABLE_ENTRY_BYTES, base_of, read_sections, table_start, write_table
 

@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from fsdp_ciera._compat import all_gather_bytes, all_gather_flat
 from fsdp_ciera.codecs import CODECS
+from fsdp_ciera.kernels.dispatch import kernels_of
 from fsdp_ciera.kernels.formats import FORMATS
-from fsdp_ciera.kernels.ops import checksum, empty_bytes
+from fsdp_ciera.kernels.memory import empty_bytes
 from fsdp_ciera.layout import Layout, Run
 from fsdp_ciera.lockstep import LockstepState
 from fsdp_ciera.policies.costs import CodecCost, StageCost, change_of
@@ -118,7 +119,7 @@ def _stage_seconds(
     for values in (first, second, second, first, first, second, second, first, first):
         before = dict(sender.stage_seconds)
         start = time.perf_counter()
-        checksum(values.view(1, -1))
+        kernels_of(values).checksum(values.view(1, -1))
         encoded = sender.encode(values)
         payload = encoded.payload(encoded.num_bytes)
         between = time.perf_counter()

@@ -13,7 +13,7 @@ import torch
 from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.entropy import SectionWriter
 from fsdp_ciera.kernels.formats import FORMATS
-from fsdp_ciera.kernels.ops import empty_bytes
+from fsdp_ciera.kernels.memory import empty_bytes
 from fsdp_ciera.policies.categories import categorize
 from fsdp_ciera.shapes import GroupShape
 

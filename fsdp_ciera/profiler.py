@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_ciera._compat import FSDPModule, param_groups, sharded_parameters
 from fsdp_ciera.errors import CieraMismatchError, CieraPolicyError
 from fsdp_ciera.kernels.formats import FORMATS, Words
-from fsdp_ciera.kernels.ops import zeros_tensor
+from fsdp_ciera.kernels.memory import zeros_tensor
 from fsdp_ciera.policies.categories import CATEGORIES, Category, categorize
 from fsdp_ciera.policies.changes import CountLayout, Row, ShardCounter
 from fsdp_ciera.policies.profile import ALL, Profile, ProfiledStep

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fsdp_ciera._compat import all_gather_bytes
 from fsdp_ciera.handshake import Agreement, check_same, settle
-from fsdp_ciera.kernels.ops import checksum
+from fsdp_ciera.kernels.dispatch import kernels_of
 from fsdp_ciera.lockstep import Encoded
 from fsdp_ciera.stream import Stream
 from fsdp_ciera.wire import (
@@ -136,7 +136,7 @@ def settle_ahead(shards: Sequence[tuple[Stream, torch.Tensor]], group: dist.Proc
             stream.epoch = None
         left = list(shards)
         while left:
-            checksums = [int(checksum(local.view(1, -1))) for _, local in left]
+            checksums = [int(kernels_of(local).checksum(local.view(1, -1))) for _, local in left]
             announcements = [_announce(*shard, told) for shard, told in zip(left, checksums, strict=True)]
             table = all_gather_bytes(torch.cat([one.header for one in announcements]), group)
             headers = unpack_headers(table).reshape(group.size(), len(left))

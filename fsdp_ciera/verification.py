@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from fsdp_ciera._compat import all_gather_bytes, all_gather_flat
 from fsdp_ciera.errors import CieraVerifyError
+from fsdp_ciera.kernels.dispatch import kernels_of
 from fsdp_ciera.kernels.formats import FORMATS
-from fsdp_ciera.kernels.ops import checksum
 
 _NO_DIFFERENCE, _COULD_NOT_DECODE = -1, -2
 _REPORT = np.dtype([("sender", "<i8"), ("index", "<i8"), ("got", "<u8"), ("expected", "<u8")])
@@ -29,7 +29,7 @@ def check_checksums(
     `failure` is what kept this rank from decoding at all. Returns the bytes this rank sent for the check. Raises
     `CieraVerifyError` on all ranks when any rank finds a difference or could not decode.
     """
-    got = checksum(output).numpy().view("<u8")
+    got = kernels_of(output).checksum(output).numpy().view("<u8")
     report = _no_report()
     wrong = np.flatnonzero(got != expected)
     if len(wrong):

@@ -26,6 +26,7 @@ Words: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 class FloatFormat:
     """Bit layout of a floating-point dtype whose exponent fits into the top byte of its rotated bits."""
 
+    name: str
     dtype: torch.dtype
     exponent_bits: int
 
@@ -55,17 +56,17 @@ class FloatFormat:
         return 8 - self.exponent_bits
 
     @property
-    def remainder_is_low_byte(self) -> bool:
-        """Whether exponent and remainder are one byte each, as in bf16."""
-        return self.item_bytes == 2 and self.top_bits == 0
+    def low_bytes(self) -> int:
+        """Whole bytes of the remainder."""
+        return self.item_bytes - 1
 
     def remainder_bytes(self, num_values: int) -> int:
         """Bytes of the sign+mantissa plane of `num_values` values: whole low bytes, then the top bits packed."""
-        return num_values * (self.item_bytes - 1) + packed_bytes(num_values, self.top_bits)
+        return num_values * self.low_bytes + packed_bytes(num_values, self.top_bits)
 
     def num_values_of(self, remainder_bytes: int) -> int | None:
         """How many values have a plane of `remainder_bytes` bytes; `None` where no number of values has."""
-        num_values = remainder_bytes * 8 // (8 * (self.item_bytes - 1) + self.top_bits)
+        num_values = remainder_bytes * 8 // (8 * self.low_bytes + self.top_bits)
         return num_values if self.remainder_bytes(num_values) == remainder_bytes else None
 
     def words(self, values: torch.Tensor) -> Words:
@@ -75,10 +76,9 @@ class FloatFormat:
 
     def remainder_slices(self, num_values: int, chunk: slice) -> tuple[slice, slice]:
         """Where a chunk of values (its start a multiple of 8) lies in the plane: its low bytes, its packed top bits."""
-        num_low_bytes = self.item_bytes - 1
-        packed_start = num_values * num_low_bytes + packed_bytes(chunk.start, self.top_bits)
+        packed_start = num_values * self.low_bytes + packed_bytes(chunk.start, self.top_bits)
         packed_stop = packed_start + packed_bytes(chunk.stop - chunk.start, self.top_bits)
-        return slice(chunk.start * num_low_bytes, chunk.stop * num_low_bytes), slice(packed_start, packed_stop)
+        return slice(chunk.start * self.low_bytes, chunk.stop * self.low_bytes), slice(packed_start, packed_stop)
 
 
 def packed_bytes(num_values: int, width_bits: int) -> int:
@@ -87,7 +87,7 @@ def packed_bytes(num_values: int, width_bits: int) -> int:
 
 
 FORMATS: dict[torch.dtype, FloatFormat] = {
-    torch.bfloat16: FloatFormat(torch.bfloat16, exponent_bits=8),
-    torch.float16: FloatFormat(torch.float16, exponent_bits=5),
-    torch.float32: FloatFormat(torch.float32, exponent_bits=8),
+    torch.bfloat16: FloatFormat("bf16", torch.bfloat16, exponent_bits=8),
+    torch.float16: FloatFormat("fp16", torch.float16, exponent_bits=5),
+    torch.float32: FloatFormat("fp32", torch.float32, exponent_bits=8),
 }

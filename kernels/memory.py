@@ -16,13 +16,19 @@ import torch
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
+_INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+
 
 def empty_bytes(num_bytes: int) -> Bytes:
     """uint8 [num_bytes], uninitialised. See [Note: Huge pages]."""
     return np.empty(num_bytes, np.uint8)
 
 
+def empty_tensor(num_values: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor [num_values], uninitialised. See [Note: Huge pages]."""
+    return torch.from_numpy(np.empty(num_values, _INTEGERS[dtype.itemsize])).view(dtype)
+
+
 def zeros_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor of zeros. Cost: none until it is touched. See [Note: Huge pages]."""
-    integers = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}[dtype.itemsize]
-    return torch.from_numpy(np.zeros(shape, integers)).view(dtype)
+    return torch.from_numpy(np.zeros(shape, _INTEGERS[dtype.itemsize])).view(dtype)

@@ -19,8 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fsdp_ciera.kernels.changes import BYTE_ESCAPE, Form
+from fsdp_ciera.kernels.dispatch import kernels_of
 from fsdp_ciera.kernels.formats import FloatFormat, Words
-from fsdp_ciera.kernels.ops import CHUNK_VALUES, ChangeFinder, Moves, chunks_of
+from fsdp_ciera.kernels.reference import CHUNK_VALUES, chunks_of
 from fsdp_ciera.policies.rates import Rates
 
 SHARD_CUTS = (1, 2, 4, 8)
@@ -28,7 +30,6 @@ SHARD_CUTS = (1, 2, 4, 8)
 MOST_BITS = 64.0
 """What a figure in bits is cut off at: `Rates` allows no more. Only codecs on shards of a few values get there."""
 
-_MOVE_ESCAPE = 255
 _SAMPLED_SHARE = 8  # one in so many values goes into the histogram of exponents ...
 _LEAST_SAMPLED = CHUNK_VALUES // _SAMPLED_SHARE  # ... of chunks larger than this
 
@@ -124,8 +125,7 @@ class ShardCounter:
         self._layout = layout
         self._cast = torch.empty(CHUNK_VALUES, dtype=fmt.dtype)
         self._fresh = fmt.words(self._cast)
-        self._finder = ChangeFinder(CHUNK_VALUES)
-        self._moves = Moves(fmt, CHUNK_VALUES, _MOVE_ESCAPE)
+        self._last = np.empty(CHUNK_VALUES, self._fresh.dtype)
         self._exponent_mask = self._fresh.dtype.type(((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits)
 
     def keep(self, values: torch.Tensor, kept: Words) -> None:
@@ -145,27 +145,28 @@ class ShardCounter:
         piece_sizes = [-(-num_values // cut) for cut in SHARD_CUTS]
         sizes = (*layout.block_sizes, *piece_sizes, self.kept_block_size)
         touched = [_Distinct(size) for size in sizes]
+        kernels = kernels_of(self._cast)
         num_changed = num_exponents = 0
         for chunk in chunks_of(num_values):
             now, then = self._words(values, chunk), kept[chunk]
             self._add_exponents(now, row[layout.exponents], turn)
-            if not self._finder.compare(now, then):
+            last = self._last[: len(then)]
+            np.copyto(last, then)
+            found = kernels.find_changes(self._cast[: len(now)], torch.from_numpy(then).view(self.format.dtype),
+                                         self.format, Form())  # fmt: skip
+            if not len(found.moves):
                 continue
-            changed = self._finder.positions()
+            changed = np.flatnonzero(now != last)
             num_changed += len(changed)
-            fresh, last = now[changed], then[changed]
-            moves = np.bincount(self._moves.encode(fresh, last), minlength=256)
+            fresh, last = now[changed], last[changed]
+            moves = np.bincount(found.moves.numpy(), minlength=256)
             row[layout.moves] += moves
-            row[layout.escape_bits] += int(moves[_MOVE_ESCAPE]) * 8 * self.format.item_bytes
+            row[layout.escape_bits] += int(moves[BYTE_ESCAPE]) * 8 * self.format.item_bytes
             crossed = changed[np.flatnonzero((fresh ^ last) & self._exponent_mask)]
             num_exponents += len(crossed)
             crossed += chunk.start
             for one in touched:
                 one.add(crossed)
-            if 4 * len(changed) < len(now):
-                then[changed] = fresh
-            else:
-                np.copyto(then, now)
         row[layout.values] += num_values
         row[layout.value_changes] += num_changed
         row[layout.exponent_changes] += num_exponents

@@ -14,10 +14,10 @@ from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.entropy import Coding, Form, SectionWriter
 from fsdp_ciera.errors import CieraDecodeError
 from fsdp_ciera.kernels.formats import FORMATS
-from fsdp_ciera.kernels.ops import CHUNK_VALUES
+from fsdp_ciera.kernels.reference import CHUNK_VALUES
 from fsdp_ciera.layout import Layout, build_layout
 from fsdp_ciera.lockstep import LockstepState
-from fsdp_ciera.positions import gap_symbols
+from fsdp_ciera.kernels.reference import gaps_of_bits, pack_bits
 from fsdp_ciera.wire import read_sections, write_table
 
 NAMES = ["self_attn.q_proj.weight", "mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -218,11 +218,11 @@ def decoded(
     ("what_is_wrong", "num_literals", "moves", "message"),
     [
         ("nothing", 1, [0x21, 0x0F], None),
-        ("a literal that no move asks for", 2, [0x21, 0x0F], "1 of 2 literals"),
-        ("a move that asks for one too many", 0, [0x21, 0x0F], "more literals"),
+        ("a literal that no move asks for", 2, [0x21, 0x0F], "ask for 1 literals, and there are 2"),
+        ("a move that asks for one too many", 0, [0x21, 0x0F], "ask for 1 literals, and there are 0"),
         ("half a byte behind the last move", 1, [0x21, 0x3F], "left over"),
-        ("a move too few", 0, [0x21], "too few"),
-        ("a move too many", 1, [0x21, 0x0F, 0x00], "too many"),
+        ("a move too few", 0, [0x21], "holds . symbols where . belong"),
+        ("a move too many", 1, [0x21, 0x0F, 0x00], "holds . symbols where . belong"),
         ("more literals than values", 11, [0x21, 0x0F], "no number of literals"),
     ],
 )
@@ -257,8 +257,8 @@ def test_moves_and_literals_must_fit_together(
         ("no boundary", [], [0, 1], [5], "where none belong"),
         ("a boundary of no exponent", [0], [0, 1], [5], "no exponent between"),
         ("a boundary of two bytes", [127, 127], [0, 1], [5], "no exponent between"),
-        ("a small value too many", [127], [0, 1, 2], [5], "ends at 2 of 2"),
-        ("a large value behind the last", [127], [0, 1], [8], "ends at 8 of 8"),
+        ("a small value too many", [127], [0, 1, 2], [5], "holds 1 symbols where 2 belong"),
+        ("a large value behind the last", [127], [0, 1], [8], "lie behind the last of 2 small"),
         ("fewer moves than small values", [127], [0], [5], "left over"),
     ],
 )
@@ -272,7 +272,9 @@ def test_small_and_large_values_are_told_apart(
     writer = SectionWriter(payload[56:])
     writer.code_smallest([Form(np.array(boundary, np.uint8))])
     for positions, moves in ((small, [0x12]), (large, [0x01])):  # +1 and -1 unit; then -1
-        writer.code_smallest([Form(gap_symbols(np.array(positions)))])
+        mask = torch.zeros(max(positions) + 1, dtype=torch.uint8)
+        mask[positions] = 1
+        writer.code_smallest([Form(gaps_of_bits(pack_bits(mask, 1), len(mask)).numpy())])
         writer.code_smallest([Form(np.array(moves, np.uint8), Coding.NIBBLES)])
     writer.empty()
     writer.empty()

@@ -55,9 +55,15 @@ def zigzag_moves(before: torch.Tensor, after: torch.Tensor, fmt: FloatFormat) ->
     return moves
 
 
+def exponents_of(values: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    exponents = torch.empty(len(values), dtype=torch.uint8)
+    split_planes(values, fmt, exponents)
+    return exponents
+
+
 def expected_row(before: torch.Tensor, after: torch.Tensor, fmt: FloatFormat) -> np.ndarray[Any, Any]:
     row = np.zeros(LAYOUT.num_columns)
-    exponents = [split_planes(values.view(1, -1), fmt)[0][0] for values in (before, after)]
+    exponents = [exponents_of(values, fmt) for values in (before, after)]
     crossed = exponents[0] != exponents[1]
     changed = before.view(fmt.int_dtype) != after.view(fmt.int_dtype)
     row[LAYOUT.values], row[LAYOUT.exponent_changes] = len(before), int(crossed.sum())
@@ -101,7 +107,7 @@ def test_counts_are_exact(fmt: FloatFormat, share: float, count: int) -> None:
     expected = expected_row(before, after, fmt)
     np.testing.assert_array_equal(row, expected)
     assert found.num_values == expected[LAYOUT.value_changes].item()
-    assert found.blocks == distinct(split_planes(before[None], fmt)[0][0] != split_planes(after[None], fmt)[0][0], 512)
+    assert found.blocks == distinct(exponents_of(before, fmt) != exponents_of(after, fmt), 512)
     np.testing.assert_array_equal(kept, fmt.words(after))
     counter.count(after, kept, row, turn=1)
     assert row[LAYOUT.value_changes].item() == found.num_values  # the new bits were kept

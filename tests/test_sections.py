@@ -8,39 +8,48 @@ import torch
 
 from fsdp_ciera.entropy import Coding, Form, SectionWriter, StoredSection, SymbolReader
 from fsdp_ciera.errors import CieraDecodeError
-from fsdp_ciera.kernels.ops import CHUNK_VALUES
-from fsdp_ciera.positions import gap_symbols, position_batches
+from fsdp_ciera.kernels.reference import CHUNK_VALUES, gaps_of_bits, pack_bits
+from fsdp_ciera.positions import read_positions, write_positions
 from fsdp_ciera.wire import read_sections, table_start, write_table
 
 
+def bits_at(positions: list[int], num_values: int) -> torch.Tensor:
+    mask = torch.zeros(num_values, dtype=torch.uint8)
+    mask[positions] = 1
+    return pack_bits(mask, 1)
+
+
 def test_positions_worked_example() -> None:
-    gaps = gap_symbols(np.array([2, 3, 300]))
+    bits = bits_at([2, 3, 300], 400)
+    gaps = gaps_of_bits(bits, 400).numpy()
     assert gaps.tolist() == [2, 0, 255, 41]
     section = StoredSection(Coding.PLAIN, gaps)
-    assert [batch.tolist() for batch in position_batches(section, 400)] == [[2, 3, 300]]
-    with pytest.raises(CieraDecodeError, match="ends at 300 of 300 values"):
-        list(position_batches(section, 300))
-    with pytest.raises(CieraDecodeError, match="marks none"):
-        list(position_batches(StoredSection(Coding.PLAIN, gaps[:3]), 400))
+    found, count = read_positions(section, 400)
+    assert torch.equal(found, bits) and count == 3
+    with pytest.raises(CieraDecodeError, match="lead out of 300 values"):
+        read_positions(section, 300)
+    with pytest.raises(CieraDecodeError, match="mark none"):
+        read_positions(StoredSection(Coding.PLAIN, gaps[:3]), 400)
 
 
-@pytest.mark.parametrize("share", [0.001, 0.1, 0.7])
-@pytest.mark.parametrize("as_bitmap", [False, True])
-def test_positions_of_more_than_a_batch(share: float, as_bitmap: bool) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.1, 0.7, 1.0])
+def test_positions_of_more_than_a_chunk(share: float) -> None:
     num_values = 2 * CHUNK_VALUES + 77
-    mask = np.random.default_rng(0).random(num_values) < share
-    mask[-1] = True
-    data = np.packbits(mask, bitorder="little") if as_bitmap else gap_symbols(np.flatnonzero(mask))
-    section = StoredSection(Coding.BITMAP if as_bitmap else Coding.PLAIN, data)
-    batches = [batch.copy() for batch in position_batches(section, num_values)]
-    assert max(map(len, batches)) <= CHUNK_VALUES
-    assert np.array_equal(np.concatenate(batches), np.flatnonzero(mask))
+    mask = torch.rand(num_values, generator=torch.Generator().manual_seed(0)) < share
+    bits = pack_bits(mask.to(torch.uint8), 1)
+    room = np.empty(len(bits), np.uint8)
+    writer = SectionWriter(room)
+    write_positions(writer, bits, num_values, int(mask.sum()))
+    ((coding, num_bytes),) = writer.entries
+    assert (coding in (Coding.BITMAP, Coding.BITMAP_ZSTD)) == (share > 0.1), (share, coding)
+    found, count = read_positions(StoredSection(coding, room[:num_bytes]), num_values)
+    assert torch.equal(found, bits) and count == mask.sum()
 
 
 def test_a_damaged_bitmap_is_refused() -> None:
     for bitmap in ([255, 255], [255], [255, 1, 0]):  # 9 values: bits behind the last, a byte too few, one too many
         with pytest.raises(CieraDecodeError):
-            list(position_batches(StoredSection(Coding.BITMAP, np.array(bitmap, np.uint8)), 9))
+            read_positions(StoredSection(Coding.BITMAP, np.array(bitmap, np.uint8)), 9)
 
 
 def write_section(symbols: np.ndarray, width_bits: int = 8) -> tuple[Coding, np.ndarray]:

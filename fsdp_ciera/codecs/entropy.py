@@ -8,8 +8,10 @@ from typing import ClassVar
 import torch
 
 from fsdp_ciera.codecs.base import FloatRunCodec, StoredSection
+from fsdp_ciera.codecs.planes import merge, split
 from fsdp_ciera.entropy import SectionWriter, SymbolReader
-from fsdp_ciera.kernels.ops import Bytes, Merger, chunks_of, split
+from fsdp_ciera.kernels.memory import Bytes
+from fsdp_ciera.kernels.reference import chunks_of
 
 
 class Entropy(FloatRunCodec):
@@ -36,10 +38,9 @@ class Entropy(FloatRunCodec):
 
     def compress(self, values: torch.Tensor, fixed: torch.Tensor, sections: SectionWriter) -> None:
         """Cmp."""
-        words, plane = self.format.words(values), fixed.numpy()
 
         def exponents() -> Iterator[Bytes]:
-            return (part for _, part in split(words, self.format, plane))
+            return (part.numpy() for _, part in split(values, self.format, fixed))
 
         sections.code(exponents, self.num_values, self.format.exponent_bits)
 
@@ -47,12 +48,9 @@ class Entropy(FloatRunCodec):
         self, first_peer: int, fixed: torch.Tensor, sections: Sequence[Sequence[StoredSection]], out: torch.Tensor
     ) -> None:
         """Decmp."""
-        planes, words = fixed.numpy(), self.format.words(out)
-        merger = Merger(self.format, self.num_values)
-        for peer, (section,) in enumerate(sections):
-            row = slice(peer, peer + 1)
+        for plane, (section,), row in zip(fixed, sections, out, strict=True):
             reader = SymbolReader(section, self.num_values, symbol_bits=self.format.exponent_bits)
             for chunk in chunks_of(self.num_values):
-                exponents = reader.read(chunk.stop - chunk.start)
-                merger.merge(exponents[None], planes[row], chunk, words[row, chunk])
+                exponents = torch.from_numpy(reader.read(chunk.stop - chunk.start))
+                merge(exponents, plane, self.format, self.num_values, chunk, row[chunk])
             reader.finish()

@@ -17,19 +17,12 @@ import numpy.typing as npt
 import torch
 
 from fsdp_ciera.codecs.base import FloatRunCodec, StoredSection
+from fsdp_ciera.codecs.planes import merge, split, split_remainder
 from fsdp_ciera.entropy import SectionWriter, SymbolReader
-from fsdp_ciera.kernels.formats import Words, packed_bytes
-from fsdp_ciera.kernels.ops import (
-    CHUNK_VALUES,
-    BlockHasher,
-    Bytes,
-    chunks_of,
-    merge_rows,
-    pack_bits,
-    split,
-    unpack_bits,
-    zeros_tensor,
-)
+from fsdp_ciera.kernels.dispatch import kernels_of
+from fsdp_ciera.kernels.formats import packed_bytes
+from fsdp_ciera.kernels.memory import Bytes, zeros_tensor
+from fsdp_ciera.kernels.reference import CHUNK_VALUES, chunks_of, pack_bits, unpack_bits
 
 
 class ExponentBlock(FloatRunCodec):
@@ -77,39 +70,34 @@ class ExponentBlock(FloatRunCodec):
 
     def detect(self, values: torch.Tensor) -> None:
         """Hash. The exponents are not kept for `compress`: taking them again costs less than memory for all of them."""
-        hashes = zeros_tensor((self.num_blocks, 2), torch.int64)
-        fresh = hashes.numpy().view(np.uint64)
-        hasher = BlockHasher(self.block_size, min(self._chunk_blocks, self.num_blocks))
-        for blocks, exponents in self._blocks(self.format.words(values), None):
-            hasher.add(exponents, fresh[blocks])
-        hasher.finish(fresh)
+        hashes = kernels_of(values).hash_blocks(values, self.format, self.block_size)
         if self._hash_cache is None:
             self._changed = np.ones(self.num_blocks, np.bool_)
         else:
-            self._changed = (self._hash_cache.numpy().view(np.uint64) != fresh).any(axis=1)
+            self._changed = (self._hash_cache != hashes).any(dim=1).numpy()
         self._hash_cache = hashes
 
     def compress(self, values: torch.Tensor, fixed: torch.Tensor, sections: SectionWriter) -> None:
         """Cmp."""
-        changed, part = self._changed, fixed.numpy()
+        changed = self._changed
         assert changed is not None
-        part[: self.bitmap_bytes] = pack_bits(changed.view(np.uint8), 1)
-        words, plane = self.format.words(values), part[self.bitmap_bytes :]
+        fixed[: self.bitmap_bytes] = pack_bits(torch.from_numpy(changed.view(np.uint8)), 1)
+        plane = fixed[self.bitmap_bytes :]
         num_changed = int(np.count_nonzero(changed))
         self._num_reused = self.num_blocks - num_changed
         self._changed = None
         if not num_changed:
-            for _ in split(words, self.format, plane, with_exponents=False):
-                pass
+            split_remainder(values, self.format, plane)
             sections.empty()
             return
 
         def symbols() -> Iterator[Bytes]:
-            for blocks, exponents in self._blocks(words, plane):
-                chosen = changed[blocks]
-                num_unused = self._num_unused if blocks.stop == self.num_blocks and chosen[-1] else 0
-                part = (exponents if chosen.all() else exponents[chosen]).reshape(-1)
-                yield part[: len(part) - num_unused]
+            for chunk, exponents in split(
+                values, self.format, plane, chunk_values=self._chunk_blocks * self.block_size
+            ):
+                first = chunk.start // self.block_size
+                chosen = changed[first : first + -(-len(exponents) // self.block_size)]
+                yield _of_blocks(exponents.numpy(), chosen, self.block_size)
 
         sections.code(symbols, self._num_symbols(changed), self.format.exponent_bits)
 
@@ -123,14 +111,13 @@ class ExponentBlock(FloatRunCodec):
     ) -> None:
         """Decmp."""
         assert self._exp_cache is not None
-        parts = fixed.numpy()
-        num_peers = len(parts)
-        cache = self._exp_cache.numpy()[first_peer : first_peer + num_peers]
-        changed = unpack_bits(parts[:, : self.bitmap_bytes], self.num_blocks, 1).view(np.bool_)
-        for peer, (section,) in enumerate(sections):
-            self._update_cache(cache[peer], changed[peer], section)
-        exponents = cache.reshape(num_peers, -1)[:, : self.num_values]
-        merge_rows(exponents, parts[:, self.bitmap_bytes :], self.format, self.format.words(out))
+        caches = self._exp_cache[first_peer : first_peer + len(fixed)]
+        whole = slice(0, self.num_values)
+        for part, cache, (section,), row in zip(fixed, caches, sections, out, strict=True):
+            changed = unpack_bits(part[: self.bitmap_bytes], self.num_blocks, 1).numpy().view(np.bool_)
+            self._update_cache(cache.numpy(), changed, section)
+            exponents = cache.view(-1)[whole]
+            merge(exponents, part[self.bitmap_bytes :], self.format, self.num_values, whole, row)
 
     def forget(self) -> None:
         """Empties HashCache and ExpCache."""
@@ -144,17 +131,6 @@ class ExponentBlock(FloatRunCodec):
     def _num_symbols(self, changed: npt.NDArray[np.bool_]) -> int:
         num_changed = int(np.count_nonzero(changed))
         return num_changed * self.block_size - (self._num_unused if num_changed and changed[-1] else 0)
-
-    def _blocks(self, words: Words, plane: Bytes | None) -> Iterator[tuple[slice, Bytes]]:
-        """Blocks by number, with their exponents uint8 [blocks, block_size]; also fills `plane`."""
-        for chunk, exponents in split(words, self.format, plane, chunk_values=self._chunk_blocks * self.block_size):
-            first = chunk.start // self.block_size
-            num_blocks = -(-len(exponents) // self.block_size)
-            if len(exponents) % self.block_size:
-                whole = np.zeros(num_blocks * self.block_size, np.uint8)
-                whole[: len(exponents)] = exponents
-                exponents = whole
-            yield slice(first, first + num_blocks), exponents.reshape(num_blocks, self.block_size)
 
     def _update_cache(self, cache: npt.NDArray[Any], changed: npt.NDArray[np.bool_], section: StoredSection) -> None:
         """Cache uint8 [num_blocks, block_size] of one peer; `changed` [num_blocks]."""
@@ -172,3 +148,12 @@ class ExponentBlock(FloatRunCodec):
                     fresh = np.concatenate([fresh, np.zeros(self._num_unused, np.uint8)])
                 cache[blocks][chosen] = fresh.reshape(num_chosen, self.block_size)
         reader.finish()
+
+
+def _of_blocks(exponents: Bytes, chosen: npt.NDArray[np.bool_], block_size: int) -> Bytes:
+    """Exponents uint8 [n], n possibly short of whole blocks -> those of the chosen blocks [ceil(n / block_size)]."""
+    if chosen.all():
+        return exponents
+    num_whole = len(exponents) // block_size
+    whole = exponents[: num_whole * block_size].reshape(num_whole, block_size)[chosen[:num_whole]].reshape(-1)
+    return np.concatenate([whole, exponents[num_whole * block_size :]]) if chosen[num_whole:].any() else whole

@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from fsdp_ciera.codecs.base import FloatRunCodec, StoredSection
+from fsdp_ciera.codecs.planes import merge, split
 from fsdp_ciera.codecs.survey import choose_exponent_form
 from fsdp_ciera.entropy import Coding, SectionWriter, SymbolReader, check_width
-from fsdp_ciera.kernels.formats import Words
-from fsdp_ciera.kernels.ops import CHUNK_VALUES, Bytes, ChangeFinder, chunks_of, merge_rows, split, zeros_tensor
-from fsdp_ciera.positions import PositionWriter, most_position_bytes, position_batches
+from fsdp_ciera.kernels.changes import Form, Received
+from fsdp_ciera.kernels.dispatch import kernels_of
+from fsdp_ciera.kernels.memory import Bytes, zeros_tensor
+from fsdp_ciera.kernels.reference import chunks_of
+from fsdp_ciera.positions import most_position_bytes, read_positions, write_positions
 
 
 class ExponentDelta(FloatRunCodec):
@@ -52,44 +56,43 @@ class ExponentDelta(FloatRunCodec):
 
     def compress(self, values: torch.Tensor, fixed: torch.Tensor, sections: SectionWriter) -> None:
         """Cmp."""
-        words, plane = self.format.words(values), fixed.numpy()
-        form = Coding.ALL if self._own is None else choose_exponent_form(words, self._own.numpy(), self.format)
+        form = Coding.ALL if self._own is None else choose_exponent_form(values, self._own, self.format)
         if self._own is None:
             self._own = zeros_tensor((self.num_values,), torch.uint8)
-        own = self._own.numpy()
+        own = self._own
         if form == Coding.PLAIN:
-            self._compress_sparse(words, plane, own, sections)
+            self._compress_sparse(values, fixed, own, sections)
             return
         sections.empty(form)
         if form == Coding.ALL:
             sections.code(
-                lambda: (exponents for _, exponents in split(words, self.format, plane, exponents=own)),
+                lambda: (exponents.numpy() for _, exponents in split(values, self.format, fixed, exponents=own)),
                 self.num_values,
                 self.format.exponent_bits,
             )
             return
 
         def changes() -> Iterator[Bytes]:
-            for chunk, exponents in split(words, self.format, plane):
-                yield exponents - own[chunk]
+            for chunk, exponents in split(values, self.format, fixed):
+                yield (exponents - own[chunk]).numpy()
 
         sections.code(changes, self.num_values)
-        for _ in split(words, self.format, exponents=own):
+        for _ in split(values, self.format, exponents=own):
             pass
 
-    def _compress_sparse(self, words: Words, plane: Bytes, own: Bytes, sections: SectionWriter) -> None:
-        positions, changes = PositionWriter(self.num_values), []
-        finder = ChangeFinder(min(CHUNK_VALUES, self.num_values))
-        for chunk, exponents in split(words, self.format, plane):
-            last = own[chunk]
-            if finder.compare(exponents, last):
-                changed = finder.positions()
-                fresh = exponents[changed]
-                changes.append(fresh - last[changed])
-                last[changed] = fresh
-                positions.add(chunk.start, changed, finder.bitmap())
-        positions.write(sections)
-        sections.code(lambda: changes, positions.count)
+    def _compress_sparse(
+        self, values: torch.Tensor, plane: torch.Tensor, own: torch.Tensor, sections: SectionWriter
+    ) -> None:
+        kernels = kernels_of(values)
+        bits, moves = [], []
+        for chunk, exponents in split(values, self.format, plane):
+            found = kernels.find_changes(exponents, own[chunk], None, Form())
+            assert found.changed is not None
+            bits.append(found.changed)
+            moves.append(found.moves.numpy())
+        num_changed = sum(map(len, moves))
+        write_positions(sections, torch.cat(bits), self.num_values, num_changed)
+        sections.code(lambda: moves, num_changed)
 
     def prepare(self) -> None:
         """PreDecmp: the cache, on first use."""
@@ -101,14 +104,14 @@ class ExponentDelta(FloatRunCodec):
     ) -> None:
         """Decmp."""
         assert self._exp_cache is not None
-        planes = fixed.numpy()
-        cache = self._exp_cache.numpy()[first_peer : first_peer + len(planes)]
-        for row, (where, what) in zip(cache, sections, strict=True):
+        caches = self._exp_cache[first_peer : first_peer + len(fixed)]
+        whole = slice(0, self.num_values)
+        for plane, row, (where, what), into in zip(fixed, caches, sections, out, strict=True):
             if where.coding in (Coding.ALL, Coding.DENSE):
-                self._replace(row, where, what)
+                self._replace(row.numpy(), where, what)
             else:
                 self._change(row, where, what)
-        merge_rows(cache, planes, self.format, self.format.words(out))
+            merge(row, plane, self.format, self.num_values, whole, into)
 
     def _replace(self, row: Bytes, where: StoredSection, what: StoredSection) -> None:
         """All exponents of one peer [num_values], as they are or as changes."""
@@ -123,14 +126,16 @@ class ExponentDelta(FloatRunCodec):
                 check_width(row[chunk], self.format.exponent_bits)
         reader.finish()
 
-    def _change(self, row: Bytes, where: StoredSection, what: StoredSection) -> None:
+    def _change(self, row: torch.Tensor, where: StoredSection, what: StoredSection) -> None:
         """Some exponents of one peer [num_values]."""
-        reader = SymbolReader(what, most_symbols=self.num_values)
-        for positions in position_batches(where, self.num_values):
-            fresh = row[positions] + reader.read(len(positions))
-            check_width(fresh, self.format.exponent_bits)
-            row[positions] = fresh
+        bits, num_changed = read_positions(where, self.num_values)
+        reader = SymbolReader(what, num_changed)
+        moves = torch.from_numpy(reader.read_into(np.empty(num_changed, np.uint8)))
         reader.finish()
+        if num_changed:
+            none = moves[:0]
+            kernels_of(row).apply_changes(row, None, Received(Form(), bits, None, none, moves, none))
+            check_width(row.numpy(), self.format.exponent_bits)
 
     def forget(self) -> None:
         """Empties both caches."""

@@ -7,56 +7,61 @@ look like bytes of any other kind and take their entropy (1.98 bits, 0.5 ns).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 import numpy as np
 
 from fsdp_ciera.entropy import Coding, SectionWriter, StoredSection, SymbolReader
 from fsdp_ciera.errors import CieraDecodeError
-from fsdp_ciera.kernels.ops import Bytes, pack_nibbles, unpack_nibbles
+from fsdp_ciera.kernels.changes import BYTE_ESCAPE
+from fsdp_ciera.kernels.memory import Bytes
 
-BYTE_ESCAPE = 255
 NIBBLE_ESCAPE = 15
-"""The symbol that says that a literal follows, of moves in bytes and in nibbles."""
+"""The symbol that says that a literal follows, of moves in nibbles; of moves in bytes it is `BYTE_ESCAPE`."""
 
 
-def write_moves(sections: SectionWriter, pieces: Callable[[], Iterable[Bytes]], num_moves: int, escape: int) -> None:
-    """Adds the section of moves up to `escape`. All pieces but the last must hold an even number of them."""
+def write_moves(sections: SectionWriter, moves: Bytes, escape: int) -> None:
+    """Adds the section of moves uint8 [k] up to `escape`."""
     if escape == BYTE_ESCAPE:
-        sections.code(pieces, num_moves)
+        sections.code(lambda: [moves], len(moves))
         return
+    packed = pack_nibbles(moves)
+    sections.code(lambda: [packed], len(packed), plain=Coding.NIBBLES, zstd=Coding.NIBBLES_ZSTD)
+
+
+def escape_of(section: StoredSection) -> int:
+    """The symbol of a literal in a section of moves."""
+    return NIBBLE_ESCAPE if section.coding in (Coding.NIBBLES, Coding.NIBBLES_ZSTD) else BYTE_ESCAPE
+
+
+def read_moves(section: StoredSection, num_moves: int) -> Bytes:
+    """-> moves uint8 [num_moves]. Raises `CieraDecodeError` unless the section holds exactly so many."""
+    if escape_of(section) == BYTE_ESCAPE:
+        reader = SymbolReader(section, num_moves)
+        moves = reader.read_into(np.empty(num_moves, np.uint8))
+        reader.finish()
+        return moves
     num_bytes = -(-num_moves // 2)
-    sections.code(lambda: map(pack_nibbles, pieces()), num_bytes, plain=Coding.NIBBLES, zstd=Coding.NIBBLES_ZSTD)
+    as_bytes = Coding.PLAIN if section.coding == Coding.NIBBLES else Coding.ZSTD
+    reader = SymbolReader(StoredSection(as_bytes, section.data), num_bytes)
+    moves = unpack_nibbles(reader.read_into(np.empty(num_bytes, np.uint8)))
+    reader.finish()
+    if moves[num_moves:].any():
+        raise CieraDecodeError("half a byte of moves is left over and not 0")
+    return moves[:num_moves]
 
 
-class MoveReader:
-    """Reads moves in order. Methods raise `CieraDecodeError` as those of `SymbolReader`.
+def pack_nibbles(symbols: Bytes) -> Bytes:
+    """uint8 [n] below 16 -> uint8 [ceil(n / 2)], first symbol lowest. Cost: three passes."""
+    if len(symbols) % 2:
+        symbols = np.append(symbols, np.uint8(0))
+    pairs = symbols.view("<u2")  # 0000bbbb 0000aaaa
+    spare = pairs >> 4
+    spare |= pairs
+    return spare.astype(np.uint8)
 
-    `escape` is the symbol of a literal; no section holds more than `most_moves`.
-    """
 
-    def __init__(self, section: StoredSection, most_moves: int) -> None:
-        as_bytes = {int(Coding.NIBBLES): Coding.PLAIN, int(Coding.NIBBLES_ZSTD): Coding.ZSTD}
-        coding = as_bytes.get(section.coding)
-        self._in_nibbles = coding is not None
-        self.escape = NIBBLE_ESCAPE if self._in_nibbles else BYTE_ESCAPE
-        most_bytes = -(-most_moves // 2) if self._in_nibbles else most_moves
-        stored = section if coding is None else StoredSection(coding, section.data)
-        self._bytes = SymbolReader(stored, most_symbols=most_bytes)
-        self._left_over: Bytes = np.empty(0, np.uint8)
-
-    def read(self, num_moves: int) -> Bytes:
-        """The next moves, uint8 [num_moves], valid until the next call."""
-        if not self._in_nibbles:
-            return self._bytes.read(num_moves)
-        num_missing = num_moves - len(self._left_over)
-        fresh = unpack_nibbles(self._bytes.read(-(-num_missing // 2)))
-        moves = np.concatenate([self._left_over, fresh]) if len(self._left_over) else fresh
-        self._left_over = moves[num_moves:].copy()
-        return moves[:num_moves]
-
-    def finish(self) -> None:
-        """Checks that all moves were read."""
-        self._bytes.finish()
-        if self._left_over.any():
-            raise CieraDecodeError("half a byte of moves is left over and not 0")
+def unpack_nibbles(packed: Bytes) -> Bytes:
+    """uint8 [n] -> uint8 [2 * n] below 16."""
+    pairs = packed.astype("<u2")
+    pairs |= pairs << 4
+    pairs &= 0x0F0F
+    return pairs.view(np.uint8)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from math import log2
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from fsdp_ciera.codecs.moves import BYTE_ESCAPE, NIBBLE_ESCAPE
+from fsdp_ciera.codecs.moves import NIBBLE_ESCAPE
+from fsdp_ciera.codecs.planes import split
 from fsdp_ciera.entropy import Coding, entropy_bits
-from fsdp_ciera.kernels.formats import FloatFormat, Words
-from fsdp_ciera.kernels.ops import CHUNK_VALUES, Bytes, Moves, chunks_of, split
+from fsdp_ciera.kernels.changes import BYTE_ESCAPE, Form
+from fsdp_ciera.kernels.dispatch import kernels_of
+from fsdp_ciera.kernels.formats import FloatFormat
+from fsdp_ciera.kernels.memory import Bytes
+from fsdp_ciera.kernels.reference import CHUNK_VALUES, chunks_of
 
 _WINDOW_VALUES = 2048  # one window in each chunk: a 64th of a run
+_MOST_WINDOWS = 64  # at most: 131 thousand values say enough of a run of any length
 _MOST_SPARSE = 0.4
 """Above this share of changed values, a change of 0 for all others costs no more than 2 % over naming those that changed (a
 coded symbol takes at least a bit), and is faster."""
@@ -26,23 +32,33 @@ _LEAST_GAINED_BITS = 400  # what two more sections cost in headers and frames, a
 _BYTE_LOSS = 1.1  # moves in bytes take more than their entropy; see [Note: Nibbles] in moves.py
 
 
-def sample(words: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """[n] -> the values in one window of each chunk; all of a run that has no more than half a chunk.
+def sample(values: torch.Tensor) -> torch.Tensor:
+    """[n] -> the values in one window of each chunk, or of every so many; all of a run of up to half a chunk.
 
     The windows lie at a different place in each chunk, so that they do not always meet the same rows of a matrix.
     """
-    num_values = len(words)
+    num_values = len(values)
     if num_values <= CHUNK_VALUES // 2:
-        return words
+        return values
     places = CHUNK_VALUES // _WINDOW_VALUES
-    starts = [chunk.start + number * 37 % places * _WINDOW_VALUES for number, chunk in enumerate(chunks_of(num_values))]
-    windows: npt.NDArray[Any] = np.concatenate([words[start : start + _WINDOW_VALUES] for start in starts])
-    return windows
+    chunks = list(chunks_of(num_values))
+    step = -(-len(chunks) // _MOST_WINDOWS)
+    starts = [chunk.start + number * 37 % places * _WINDOW_VALUES for number, chunk in enumerate(chunks[::step])]
+    return torch.cat([values[start : start + _WINDOW_VALUES] for start in starts])
 
 
-def exponents_of(words: Words, fmt: FloatFormat) -> Bytes:
-    """The exponents of a sample of words [n], uint8 [n]."""
-    return np.concatenate([part.copy() for _, part in split(words, fmt)])
+def exponents_of(values: torch.Tensor, fmt: FloatFormat) -> Bytes:
+    """The exponents of a sample [n], uint8 [n]."""
+    exponents = torch.empty(len(values), dtype=torch.uint8)
+    for _ in split(values, fmt, exponents=exponents):
+        pass
+    return exponents.numpy()
+
+
+def moves_of(fresh: torch.Tensor, last: torch.Tensor, fmt: FloatFormat) -> Bytes:
+    """A move for each value of a sample [n], uint8 [n]."""
+    form = Form(everywhere=True)
+    return kernels_of(fresh).find_changes(fresh, last.clone(), fmt, form).moves.numpy()
 
 
 class ValueForm(NamedTuple):
@@ -53,27 +69,25 @@ class ValueForm(NamedTuple):
     boundary: int = 0
     """0, or the exponent below which values are *small*: these then have positions and moves of their own."""
     small_escape: int = NIBBLE_ESCAPE
-    small_share: float = 0.0
-    """About which share of all values is small."""
 
 
-def choose_value_form(words: Words, last: Words, fmt: FloatFormat) -> ValueForm:
-    """The form for words [n] after `last` [n]. Cost: reads a 64th of both."""
-    fresh, before = sample(words), sample(last)
-    changed = np.flatnonzero(fresh != before)
+def choose_value_form(values: torch.Tensor, last: torch.Tensor, fmt: FloatFormat) -> ValueForm:
+    """The form for values [n] after `last` [n]. Cost: reads a sample of both."""
+    fresh, before = sample(values), sample(last)
+    changed = (fresh.view(fmt.int_dtype) != before.view(fmt.int_dtype)).nonzero().view(-1)
     if not len(changed):
         return ValueForm(Coding.PLAIN)
     is_sparse = len(changed) <= _MOST_SPARSE * len(fresh)
     if is_sparse:
-        boundary, small_share, is_small = 0, 0.0, np.zeros(len(changed), np.bool_)
+        boundary, is_small = 0, np.zeros(len(changed), np.bool_)
         if len(changed) <= _MOST_SPLIT * len(fresh):
-            boundary, small_share, is_small = _choose_boundary(exponents_of(before, fmt), changed)
+            boundary, is_small = _choose_boundary(exponents_of(before, fmt), changed.numpy())
         fresh, before = fresh[changed], before[changed]
     literal_bits = 8 * fmt.item_bytes - fmt.exponent_bits + entropy_bits(exponents_of(fresh, fmt))
-    symbols = Moves(fmt, len(fresh), BYTE_ESCAPE).encode(fresh, before)
+    symbols = moves_of(fresh, before, fmt)
     if is_sparse:
         small, large = _choose_escape(symbols[is_small], literal_bits), _choose_escape(symbols[~is_small], literal_bits)
-        return ValueForm(Coding.PLAIN, large, boundary, small, small_share)
+        return ValueForm(Coding.PLAIN, large, boundary, small)
     escape = _choose_escape(symbols, literal_bits)
     pays = _move_bits(symbols, escape, literal_bits) < _LEAST_GAIN * literal_bits
     return ValueForm(Coding.DENSE if pays else Coding.ALL, escape)
@@ -92,9 +106,8 @@ def _move_bits(symbols: Bytes, escape: int, literal_bits: float) -> float:
     return entropy_bits(np.minimum(symbols, escape)) * coder_loss + literal_bits * num_literals / len(symbols)
 
 
-def _choose_boundary(exponents: Bytes, changed: npt.NDArray[np.int64]) -> tuple[int, float, npt.NDArray[np.bool_]]:
-    """Exponents [n] before the change, and where values changed [k] -> a boundary, or 0, and the small ones: which share of
-    the n, and which of the k.
+def _choose_boundary(exponents: Bytes, changed: npt.NDArray[np.int64]) -> tuple[int, npt.NDArray[np.bool_]]:
+    """Exponents [n] before the change, and where values changed [k] -> a boundary, or 0, and which of the k are small.
 
     [Note: Small values change more] A step moves a value by about the learning rate, which is many units in the last place of a
     small value and less than one of a large one. Both sides know what a value was, so naming the changes
@@ -107,8 +120,8 @@ def _choose_boundary(exponents: Bytes, changed: npt.NDArray[np.int64]) -> tuple[
     parts = ((num_small, num_small_changed), (len(exponents) - num_small, len(changed) - num_small_changed))
     together = _position_bits(len(exponents), len(changed))
     if sum(_position_bits(*part) for part in parts) + _LEAST_GAINED_BITS < _LEAST_GAIN * together:
-        return boundary, num_small / len(exponents), of_changed < boundary
-    return 0, 0.0, np.zeros(len(changed), np.bool_)
+        return boundary, of_changed < boundary
+    return 0, np.zeros(len(changed), np.bool_)
 
 
 def _position_bits(num_values: int, num_changed: int) -> float:
@@ -119,9 +132,9 @@ def _position_bits(num_values: int, num_changed: int) -> float:
     return -num_values * (share * log2(share) + (1 - share) * log2(1 - share))
 
 
-def choose_exponent_form(words: Words, last: Bytes, fmt: FloatFormat) -> Coding:
-    """The form for the exponents of words [n] after exponents `last` [n]. Cost: reads a 64th of both."""
-    fresh, before = exponents_of(sample(words), fmt), sample(last)
+def choose_exponent_form(values: torch.Tensor, last: torch.Tensor, fmt: FloatFormat) -> Coding:
+    """The form for the exponents of values [n] after exponents `last` [n]. Cost: reads a sample of both."""
+    fresh, before = exponents_of(sample(values), fmt), sample(last).numpy()
     if np.count_nonzero(fresh != before) <= _MOST_SPARSE * len(fresh):
         return Coding.PLAIN
     return Coding.DENSE if entropy_bits(fresh - before) < _LEAST_GAIN * entropy_bits(fresh) else Coding.ALL

@@ -12,27 +12,20 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from fsdp_ciera.codecs.base import FloatRunCodec, StoredSection
-from fsdp_ciera.codecs.moves import BYTE_ESCAPE, MoveReader, write_moves
+from fsdp_ciera.codecs.moves import escape_of, read_moves, write_moves
+from fsdp_ciera.codecs.planes import merge, split
 from fsdp_ciera.codecs.survey import ValueForm, choose_value_form
 from fsdp_ciera.entropy import Coding, SectionWriter, SymbolReader
 from fsdp_ciera.errors import CieraDecodeError
-from fsdp_ciera.kernels.formats import FloatFormat, Words
-from fsdp_ciera.kernels.ops import (
-    CHUNK_VALUES,
-    Bytes,
-    ChangeFinder,
-    Merger,
-    Moves,
-    SizeFinder,
-    chunks_of,
-    split,
-    zeros_tensor,
-)
-from fsdp_ciera.positions import PositionReader, PositionWriter, most_position_bytes, position_batches
+from fsdp_ciera.kernels.changes import Among, Form, Received, Used
+from fsdp_ciera.kernels.dispatch import kernels_of
+from fsdp_ciera.kernels.formats import FORMATS, FloatFormat, packed_bytes
+from fsdp_ciera.kernels.memory import Bytes, zeros_tensor
+from fsdp_ciera.kernels.reference import chunks_of
+from fsdp_ciera.positions import most_position_bytes, read_positions, write_positions
 
 _SMALL_SECTIONS = 3  # boundary, positions and moves of small values; empty when all values are taken together
 
@@ -72,82 +65,51 @@ class ValueDelta(FloatRunCodec):
 
     def compress(self, values: torch.Tensor, fixed: torch.Tensor, sections: SectionWriter) -> None:
         """Cmp."""
-        words = self.format.words(values)
         if self._own is None:
             self._own = zeros_tensor((self.num_values,), self.dtype)
             form = ValueForm(Coding.ALL)
         else:
-            form = choose_value_form(words, self.format.words(self._own), self.format)
-        own = self.format.words(self._own)
+            form = choose_value_form(values, self._own, self.format)
         if form.coding == Coding.PLAIN:
-            self._compress_sparse(words, own, form, sections)
+            self._compress_sparse(values, self._own, form, sections)
             return
         for _ in range(_SMALL_SECTIONS):
             sections.empty()
+        sections.empty(form.coding)
         if form.coding == Coding.DENSE:
-            self._compress_dense(words, own, form.escape, sections)
+            everywhere = Form(form.escape, everywhere=True)
+            found = kernels_of(values).find_changes(values, self._own, self.format, everywhere)
+            write_moves(sections, found.moves.numpy(), form.escape)
+            write_literals(sections, found.literals.view(self.dtype), self.format)
         else:
-            sections.empty(Coding.ALL)
             sections.empty()
-            write_literals(sections, words, self.format, copy=own)
+            write_literals(sections, values, self.format)
+            _copy(values, self._own)
 
-    def _compress_sparse(self, words: Words, own: Words, form: ValueForm, sections: SectionWriter) -> None:
-        """Positions, moves and literals of the values that changed; one pass over words and own."""
-        most = min(CHUNK_VALUES, self.num_values)
-        small = _Changes(int(form.small_share * self.num_values), form.small_escape)
-        large = _Changes(int((1 - form.small_share) * self.num_values), form.escape)
-        finder, moves = ChangeFinder(most), Moves(self.format, most, BYTE_ESCAPE)
-        sizes = SizeFinder(self.format, most, form.boundary) if form.boundary else None
-        literals: list[Words] = []
-        num_small = 0  # so far
-        for chunk in chunks_of(self.num_values):
-            now, last = words[chunk], own[chunk]
-            is_changed = finder.compare(now, last)
-            small_in_chunk = 0 if sizes is None else sizes.look_at(last)
-            if is_changed:
-                changed = finder.positions()
-                fresh = now[changed]
-                # with many changes, going through all values costs less than picking them out
-                is_sparse = 4 * finder.count < len(now)
-                moved = moves.encode(fresh, last[changed]) if is_sparse else moves.encode(now, last)[changed]
-                if sizes is None:
-                    large.positions.add(chunk.start, changed, finder.bitmap())
-                    literals.append(fresh[large.add_moves(moved)])
-                else:
-                    is_small, before = sizes.is_small().take(changed), sizes.num_small_before(changed)
-                    of_small, of_large = np.flatnonzero(is_small), np.flatnonzero(~is_small)  # faster than masks
-                    small.positions.add_some(num_small, before.take(of_small), small_in_chunk)
-                    large_ranks = (changed - before).take(of_large)
-                    large.positions.add_some(chunk.start - num_small, large_ranks, len(now) - small_in_chunk)
-                    for part, changes in ((of_small, small), (of_large, large)):
-                        literals.append(fresh.take(part[changes.add_moves(moved.take(part))]))
-                last[changed] = fresh
-            num_small += small_in_chunk
-        if sizes is None:
+    def _compress_sparse(
+        self, values: torch.Tensor, own: torch.Tensor, form: ValueForm, sections: SectionWriter
+    ) -> None:
+        """Positions, moves and literals of the values that changed; one pass over values and own."""
+        num_values = self.num_values
+        found = kernels_of(values).find_changes(
+            values, own, self.format, Form(form.escape, boundary=form.boundary, small_escape=form.small_escape)
+        )
+        bits, small = found.changed, found.small
+        assert bits is not None
+        if small is None:
             for _ in range(_SMALL_SECTIONS):
                 sections.empty()
+            write_positions(sections, bits, num_values, len(found.moves))
         else:
             sections.reserve(1)[:] = form.boundary
-            small.write(sections, num_small)
-        large.write(sections, self.num_values - num_small)
-        write_literals(sections, np.concatenate(literals) if literals else words[:0], self.format)
-
-    def _compress_dense(self, words: Words, own: Words, escape: int, sections: SectionWriter) -> None:
-        """A move for every value, and the literals among them."""
-        moves = Moves(self.format, min(CHUNK_VALUES, self.num_values), escape)
-        literals: list[Words] = []
-
-        def symbols() -> Iterator[Bytes]:
-            literals.clear()
-            for chunk in chunks_of(self.num_values):
-                moved = moves.encode(words[chunk], own[chunk])
-                literals.append(words[chunk][np.flatnonzero(moved == escape)])
-                yield moved
-
-        sections.empty(Coding.DENSE)
-        write_moves(sections, symbols, self.num_values, escape)
-        write_literals(sections, np.concatenate(literals), self.format)
-        np.copyto(own, words)
+            write_positions(
+                sections, bits, num_values, len(found.small_moves), Among(small, flip=False), found.num_small
+            )
+            write_moves(sections, found.small_moves.numpy(), form.small_escape)
+            num_large = num_values - found.num_small
+            write_positions(sections, bits, num_values, len(found.moves), Among(small, flip=True), num_large)
+        write_moves(sections, found.moves.numpy(), form.escape)
+        write_literals(sections, found.literals.view(self.dtype), self.format)
 
     def prepare(self) -> None:
         """PreDecmp: the cache, on first use."""
@@ -159,122 +121,60 @@ class ValueDelta(FloatRunCodec):
     ) -> None:
         """Decmp."""
         assert self._value_cache is not None
-        cache = self._value_cache[first_peer : first_peer + len(sections)]
-        for row, received in zip(self.format.words(cache), sections, strict=True):
+        caches = self._value_cache[first_peer : first_peer + len(sections)]
+        for row, received, into in zip(caches, sections, out, strict=True):
+            where, *_, remainders, exponents = received[_SMALL_SECTIONS:]
             if all(one.coding == Coding.PLAIN and not len(one.data) for one in received):
-                continue
-            boundary, *of_small, where, what, remainders, exponents = received
-            if not len(boundary.data):
-                for one in (boundary, *of_small):
+                _copy(row, into)
+            elif where.coding == Coding.ALL:
+                for one in received[:_SMALL_SECTIONS]:
                     one.check_nothing()
-            if where.coding == Coding.ALL:
-                boundary.check_nothing()
                 where.check_empty()
-                what.check_nothing()
+                received[_SMALL_SECTIONS + 1].check_nothing()
                 read_literals(remainders, exponents, self.format, row)
+                _copy(row, into)
             else:
-                self._move(row, received)
-        integers = self.format.int_dtype  # copied as integers: float copies may quiet signalling NaNs on some devices
-        out.view(integers).copy_(cache.view(integers))
+                self._move(row, received, into)
 
-    def _move(self, row: Words, received: Sequence[StoredSection]) -> None:
-        """Applies moves and literals to the values of one peer [num_values]."""
+    def _move(self, row: torch.Tensor, received: Sequence[StoredSection], out: torch.Tensor) -> None:
+        """Applies moves and literals to the values of one peer [num_values], and copies all to `out`."""
         boundary, where_small, what_small, where, what, remainders, exponents = received
-        most = min(CHUNK_VALUES, self.num_values)
-        literals = _LiteralReader(remainders, exponents, self.format, self.num_values)
-        moves = Moves(self.format, most, BYTE_ESCAPE)
-
-        def moved(last: Words, reader: MoveReader) -> Words:
-            symbols = reader.read(len(last))
-            fresh = np.empty_like(last)
-            moves.decode(last, symbols, fresh)
-            escapes = np.flatnonzero(symbols == reader.escape)
-            fresh[escapes] = literals.read(len(escapes))
-            return fresh
-
-        reader = MoveReader(what, most_moves=self.num_values)
+        fmt, num_values = self.format, self.num_values
+        small_bits, small_moves = None, np.empty(0, np.uint8)
+        if len(boundary.data):
+            small_bits, num_small_moves = read_positions(where_small, num_values, num_values_is_most=True)
+            small_moves = read_moves(what_small, num_small_moves)
+        else:
+            for one in (boundary, where_small, what_small):
+                one.check_nothing()
+        bits, num_moves = None, num_values
         if where.coding == Coding.DENSE:
             boundary.check_nothing()
             where.check_empty()
-            for chunk in chunks_of(self.num_values):
-                row[chunk] = moved(row[chunk], reader)
-        elif not len(boundary.data):
-            for positions in position_batches(where, self.num_values):
-                row[positions] = moved(row[positions], reader)
         else:
-            sizes = SizeFinder(self.format, most, _boundary_of(boundary, self.format))
-            num_small = sum(sizes.look_at(row[chunk]) for chunk in chunks_of(self.num_values))
-            small_reader = MoveReader(what_small, most_moves=num_small)
-            small = PositionReader(where_small, num_small)
-            large = PositionReader(where, self.num_values - num_small)
-            num_small = 0  # so far
-            for chunk in chunks_of(self.num_values):
-                last = row[chunk]
-                small_in_chunk = sizes.look_at(last)
-                num_large = chunk.start - num_small
-                small_ranks = small.below(num_small + small_in_chunk) - num_small
-                large_ranks = large.below(num_large + len(last) - small_in_chunk) - num_large
-                small_positions, large_positions = sizes.positions_of(small_ranks, large_ranks)
-                for positions, one in ((small_positions, small_reader), (large_positions, reader)):
-                    if len(positions):
-                        last[positions] = moved(last[positions], one)
-                num_small += small_in_chunk
-            small.finish()
-            large.finish()
-            small_reader.finish()
-        reader.finish()
-        literals.finish()
+            bits, num_moves = read_positions(where, num_values, num_values_is_most=small_bits is not None)
+        moves = read_moves(what, num_moves)
+        form = Form(
+            escape_of(what),
+            everywhere=bits is None,
+            boundary=0 if small_bits is None else _boundary_of(boundary, fmt),
+            small_escape=escape_of(what_small),
+        )
+        literals = _all_literals(remainders, exponents, fmt, num_values)
+        num_escapes = np.count_nonzero(moves == form.escape) + np.count_nonzero(small_moves == form.small_escape)
+        if num_escapes != len(literals):
+            raise CieraDecodeError(f"moves ask for {num_escapes} literals, and there are {len(literals)}")
+        changes = Received(form, bits, small_bits, torch.from_numpy(small_moves), torch.from_numpy(moves), literals)
+        used = kernels_of(row).apply_changes(row, fmt, changes, out)
+        if used != Used(used.num_small, len(small_moves), len(moves), len(literals)):
+            raise CieraDecodeError(f"changes lie behind the last of {used.num_small} small values, or of the others")
+        for section, size in ((where_small, used.num_small), (where, num_values - used.num_small)):
+            if small_bits is not None:
+                _check_bitmap_size(section, size)
 
     def forget(self) -> None:
         """Empties both caches."""
         self._own = self._value_cache = None
-
-
-class _Changes:
-    """Where values changed and by how much, of all values of a run or of its small or large ones."""
-
-    def __init__(self, about_how_many_values: int, escape: int) -> None:
-        self.positions = PositionWriter(about_how_many_values)
-        self._escape = escape
-        self._moves: list[Bytes] = []
-
-    def add_moves(self, symbols: Bytes) -> npt.NDArray[np.int64]:
-        """Moves with the escape of bytes, uint8 [k] -> which of them are literals here."""
-        moved = np.minimum(symbols, self._escape)
-        self._moves.append(moved)
-        if int(moved.max(initial=0)) < self._escape:
-            return np.empty(0, np.int64)
-        return np.flatnonzero(moved == self._escape)
-
-    def write(self, sections: SectionWriter, num_values: int) -> None:
-        """Adds the two sections; `num_values` is how many values the positions were counted among."""
-        self.positions.write(sections, num_values)
-        whole = np.concatenate(self._moves) if self._moves else np.empty(0, np.uint8)
-        write_moves(sections, lambda: [whole], self.positions.count, self._escape)
-
-
-class _LiteralReader:
-    """Gives the literals of a run in order. Raises `CieraDecodeError` unless exactly all of them are asked for."""
-
-    def __init__(self, remainders: StoredSection, exponents: StoredSection, fmt: FloatFormat, most: int) -> None:
-        count = fmt.num_values_of(len(remainders.data))
-        if count is None or count > most:
-            raise CieraDecodeError(f"{len(remainders.data)} bytes of remainders belong to no number of literals")
-        self._literals: Words = np.empty(count, f"<u{fmt.item_bytes}")
-        read_literals(remainders, exponents, fmt, self._literals)
-        self._num_read = 0
-
-    def read(self, count: int) -> Words:
-        """The next ones."""
-        start, self._num_read = self._num_read, self._num_read + count
-        if self._num_read > len(self._literals):
-            raise CieraDecodeError(f"moves ask for more literals than the {len(self._literals)} that there are")
-        return self._literals[start : self._num_read]
-
-    def finish(self) -> None:
-        """Checks that all were asked for."""
-        if self._num_read != len(self._literals):
-            raise CieraDecodeError(f"moves ask for {self._num_read} of {len(self._literals)} literals")
 
 
 def _boundary_of(section: StoredSection, fmt: FloatFormat) -> int:
@@ -283,26 +183,44 @@ def _boundary_of(section: StoredSection, fmt: FloatFormat) -> int:
     return int(section.data[0])
 
 
-def write_literals(sections: SectionWriter, words: Words, fmt: FloatFormat, copy: Words | None = None) -> None:
-    """Two sections of words [n]: their remainders, plain, and their exponents. Also copies them into `copy` [n]."""
-    plane = sections.reserve(fmt.remainder_bytes(len(words)))
+def _check_bitmap_size(section: StoredSection, num_values: int) -> None:
+    """How many values a class has is known only once they were looked at; gaps that lead out of it are found by then."""
+    if section.coding == Coding.BITMAP and len(section.data) != packed_bytes(num_values, 1):
+        raise CieraDecodeError(f"a bitmap of {len(section.data)} bytes stands where {num_values} values belong")
+
+
+def write_literals(sections: SectionWriter, values: torch.Tensor, fmt: FloatFormat) -> None:
+    """Two sections of values [n]: their remainders, plain, and their exponents."""
+    plane = torch.from_numpy(sections.reserve(fmt.remainder_bytes(len(values))))
 
     def exponents() -> Iterator[Bytes]:
-        for chunk, part in split(words, fmt, plane):
-            if copy is not None:
-                copy[chunk] = words[chunk]
-            yield part
+        return (part.numpy() for _, part in split(values, fmt, plane))
 
-    sections.code(exponents, len(words), fmt.exponent_bits)
+    sections.code(exponents, len(values), fmt.exponent_bits)
 
 
-def read_literals(remainders: StoredSection, exponents: StoredSection, fmt: FloatFormat, out: Words) -> None:
+def read_literals(remainders: StoredSection, exponents: StoredSection, fmt: FloatFormat, out: torch.Tensor) -> None:
     """The inverse: fills `out` [n]. Raises `CieraDecodeError` unless the sections hold n literals."""
     if remainders.coding != Coding.PLAIN or len(remainders.data) != fmt.remainder_bytes(len(out)):
         raise CieraDecodeError(f"{len(remainders.data)} bytes of remainders stand where {len(out)} values belong")
     reader = SymbolReader(exponents, len(out), symbol_bits=fmt.exponent_bits)
-    merger = Merger(fmt, len(out))
+    plane = torch.from_numpy(remainders.data)
     for chunk in chunks_of(len(out)):
-        part = reader.read(chunk.stop - chunk.start)
-        merger.merge(part[None], remainders.data[None], chunk, out[None, chunk])
+        merge(torch.from_numpy(reader.read(chunk.stop - chunk.start)), plane, fmt, len(out), chunk, out[chunk])
     reader.finish()
+
+
+def _all_literals(remainders: StoredSection, exponents: StoredSection, fmt: FloatFormat, most: int) -> torch.Tensor:
+    """As many literals as there are, [at most `most`]."""
+    count = fmt.num_values_of(len(remainders.data))
+    if count is None or count > most:
+        raise CieraDecodeError(f"{len(remainders.data)} bytes of remainders belong to no number of literals")
+    literals = torch.empty(count, dtype=fmt.dtype)
+    read_literals(remainders, exponents, fmt, literals)
+    return literals
+
+
+def _copy(values: torch.Tensor, out: torch.Tensor) -> None:
+    """As integers: copies of floats may quiet signalling NaNs on some devices."""
+    integers = FORMATS[values.dtype].int_dtype
+    out.view(integers).copy_(values.view(integers))

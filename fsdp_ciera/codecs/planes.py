@@ -1,0 +1,55 @@
+"""Exponents and sign+mantissa of a run, a chunk at a time: exponents go on while they are in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from fsdp_ciera.kernels.dispatch import kernels_of
+from fsdp_ciera.kernels.formats import FloatFormat
+from fsdp_ciera.kernels.reference import CHUNK_VALUES, chunks_of
+
+
+def split(
+    values: torch.Tensor,
+    fmt: FloatFormat,
+    plane: torch.Tensor | None = None,
+    exponents: torch.Tensor | None = None,
+    chunk_values: int = CHUNK_VALUES,
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Values [n] -> each chunk with its exponents, uint8 [chunk], valid until the next one is asked for.
+
+    Writes the sign+mantissa of each chunk into `plane` [fmt.remainder_bytes(n)] and its exponents into `exponents` [n],
+    where these are given. `chunk_values` must be a multiple of 8.
+    """
+    kernels, num_values = kernels_of(values), len(values)
+    own = torch.empty(min(chunk_values, num_values), dtype=torch.uint8) if exponents is None else exponents
+    for chunk in chunks_of(num_values, chunk_values):
+        into = own[: chunk.stop - chunk.start] if exponents is None else own[chunk]
+        kernels.split_planes(values[chunk], fmt, into, *_parts(plane, fmt, num_values, chunk))
+        yield chunk, into
+
+
+def split_remainder(values: torch.Tensor, fmt: FloatFormat, plane: torch.Tensor) -> None:
+    """Values [n] -> their sign+mantissa into `plane`, and nothing else."""
+    kernels_of(values).split_planes(values, fmt, None, *_parts(plane, fmt, len(values), slice(0, len(values))))
+
+
+def merge(
+    exponents: torch.Tensor, plane: torch.Tensor, fmt: FloatFormat, num_values: int, chunk: slice, out: torch.Tensor
+) -> None:
+    """Exponents of a chunk of n values, and the plane of all of them -> `out` [chunk]. The chunk starts at a multiple of 8."""
+    low, top = _parts(plane, fmt, num_values, chunk)
+    assert low is not None
+    kernels_of(out).merge_planes(exponents, low, top, fmt, out)
+
+
+def _parts(
+    plane: torch.Tensor | None, fmt: FloatFormat, num_values: int, chunk: slice
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """A chunk's low bytes and top bits in a plane."""
+    if plane is None:
+        return None, None
+    low, top = fmt.remainder_slices(num_values, chunk)
+    return plane[low], plane[top] if fmt.top_bits else None

@@ -1,0 +1,439 @@
+// Host build: which values changed and by how much, in one pass over a run, and the way back. See host.hpp.
+//
+// The values of a run may be told apart in *small* and large ones by their last exponents (docs/wire-format.md); then each
+// of the two has its own moves, and changed positions are counted among its own values.
+#include "host.hpp"
+
+using namespace ciera;
+
+namespace {
+
+// 64 bytes of 0 or 1 -> as many bits, the first lowest.
+CIERA_TILE u64 bits_of_bytes(const u8* bytes) {
+  u64 bits = 0;
+  for (int group = 0; group < 8; group++) {
+    u64 eight;
+    memcpy(&eight, bytes + 8 * group, 8);
+    bits |= (eight * 0x0102040810204080ull >> 56) << (8 * group);  // the product has the eight side by side on top
+  }
+  return bits;
+}
+
+// For up to 64 values: whether they differ. Bytes first, since such loops become vector code.
+template <class Word>
+CIERA_TILE u64 changed_word(const Word* fresh, const Word* last, i64 count) {
+  u8 differs[64] = {};
+  if (count == 64) {
+    for (int i = 0; i < 64; i++) differs[i] = fresh[i] != last[i];
+  } else {
+    for (i64 i = 0; i < count; i++) differs[i] = fresh[i] != last[i];
+  }
+  return bits_of_bytes(differs);
+}
+
+// For up to 64 values: whether their exponents are below a boundary, given as `limit_of(boundary)`.
+template <class Word>
+CIERA_TILE u64 small_word(const Word* values, Word limit, i64 count) {
+  u8 is_small[64] = {};
+  if (count == 64) {
+    for (int i = 0; i < 64; i++) is_small[i] = (Word)(values[i] << 1) < limit;
+  } else {
+    for (i64 i = 0; i < count; i++) is_small[i] = (Word)(values[i] << 1) < limit;
+  }
+  return bits_of_bytes(is_small);
+}
+
+template <class F>
+typename F::Word limit_of(u32 boundary) {  // of a value without its sign, moved up by one bit
+  return (typename F::Word)(boundary << (F::kMantissaBits + 1));
+}
+template <>
+u8 limit_of<ciera::byte>(u32) {
+  return 0;
+}
+
+// A bitmap as words of 64; bits behind `count` values are 0.
+CIERA_TILE u64 load_word(const u8* bitmap, i64 start, i64 count) {
+  u64 bits = 0;
+  if (count - start >= 64) {
+    memcpy(&bits, bitmap + start / 8, 8);
+    return bits;
+  }
+  memcpy(&bits, bitmap + start / 8, packed_bytes(count - start, 1));
+  return bits & ((1ull << (count - start)) - 1);
+}
+CIERA_TILE void store_word(u64 bits, u8* bitmap, i64 start, i64 count) {
+  memcpy(bitmap + start / 8, &bits, count - start >= 64 ? 8 : packed_bytes(count - start, 1));
+}
+
+// Which of up to 64 values belong to a class: those that `among` (xor `flip`) marks.
+CIERA_TILE u64 class_word(const u8* among, u64 flip, i64 start, i64 count) {
+  const u64 inside = count - start < 64 ? (1ull << (count - start)) - 1 : ~0ull;
+  return (load_word(among, start, count) ^ flip) & inside;
+}
+
+// Reads a bitmap 64 bits at most at a time; behind its end there are zeros.
+struct BitReader {
+  const u8* bitmap;
+  i64 num_bytes, position;
+  CIERA_TILE u64 read(int count) {
+    const i64 byte = position / 8;
+    const int shift = position % 8;
+    u64 bits = 0;
+    if (byte + 8 <= num_bytes) {
+      memcpy(&bits, bitmap + byte, 8);
+    } else if (byte < num_bytes) {
+      memcpy(&bits, bitmap + byte, num_bytes - byte);
+    }
+    bits >>= shift;
+    if (shift + count > 64 && byte + 8 < num_bytes) bits |= (u64)bitmap[byte + 8] << (64 - shift);
+    position += count;
+    return count < 64 ? bits & ((1ull << count) - 1) : bits;
+  }
+};
+
+struct Moved {  // the changes of small or of large values
+  u32 escape;
+  u8* moves;
+};
+
+// Symbols of the values chosen by `bits` among 64 -> part.moves, their new values -> literals while they escape, and -> last.
+template <class F>
+CIERA_TILE void compact_word(const typename F::Word* fresh, typename F::Word* last, u64 bits, Moved& part,
+                             typename F::Word* literals, i64& num_literals) {
+  while (bits) {
+    const int i = __builtin_ctzll(bits);
+    const u32 symbol = move_symbol<F>(fresh[i], last[i], part.escape);
+    *part.moves++ = (u8)symbol;
+    if (has_literals<F>()) {
+      literals[num_literals] = fresh[i];  // overwritten by the next one unless it counts
+      num_literals += symbol == part.escape;
+    }
+    last[i] = fresh[i];
+    bits &= bits - 1;
+  }
+}
+
+struct Found {  // of a piece
+  i64 num_small, num_small_changed, num_changed, num_literals;
+};
+
+// See ciera_find. `changed` and `small` are bitmaps of the piece; literals are the small values' first, then the large ones'.
+template <class F>
+CIERA_TILE Found find_piece(const typename F::Word* fresh, typename F::Word* last, i64 count, typename F::Word limit,
+                            u8* changed, u8* small, Moved of_small, Moved of_large, typename F::Word* literals) {
+  Found found = {0, 0, 0, 0};
+  for (i64 start = 0; start < count; start += 64) {
+    const i64 here = least(count - start, 64);
+    const u64 bits = changed_word(fresh + start, last + start, here);
+    store_word(bits, changed, start, count);
+    found.num_changed += __builtin_popcountll(bits);
+    if (!small) {
+      compact_word<F>(fresh + start, last + start, bits, of_large, literals, found.num_literals);
+      continue;
+    }
+    const u64 is_small = small_word(last + start, limit, here);
+    store_word(is_small, small, start, count);
+    found.num_small += __builtin_popcountll(is_small);
+    found.num_small_changed += __builtin_popcountll(bits & is_small);
+    compact_word<F>(fresh + start, last + start, bits & is_small, of_small, literals, found.num_literals);
+  }
+  for (i64 start = 0; small && start < count; start += 64) {
+    const u64 bits = load_word(changed, start, count) & ~load_word(small, start, count);
+    compact_word<F>(fresh + start, last + start, bits, of_large, literals, found.num_literals);
+  }
+  return found;
+}
+
+template <class F>
+CIERA_TILE i64 find_all_piece(const typename F::Word* fresh, typename F::Word* last, i64 count, Moved all,
+                              typename F::Word* literals) {
+  i64 num_literals = 0;
+  for (i64 i = 0; i < count; i++) all.moves[i] = (u8)move_symbol<F>(fresh[i], last[i], all.escape);
+  for (i64 start = 0; has_literals<F>() && start < count; start += 64) {
+    const i64 here = least(count - start, 64);
+    u8 is_literal[64] = {};
+    for (i64 i = 0; i < here; i++) is_literal[i] = all.moves[start + i] == all.escape;
+    for (u64 bits = bits_of_bytes(is_literal); bits; bits &= bits - 1) {
+      literals[num_literals++] = fresh[start + __builtin_ctzll(bits)];
+    }
+  }
+  memcpy(last, fresh, count * sizeof(typename F::Word));
+  return num_literals;
+}
+
+// The changes of small or of large values, as they are taken up again.
+template <class F>
+struct Received {
+  u32 escape;
+  const u8* moves;
+  const typename F::Word* literals;
+
+  CIERA_TILE void move(typename F::Word& value) {
+    const u32 symbol = *moves++;
+    const bool is_literal = has_literals<F>() && symbol == escape;
+    value = is_literal ? *literals++ : moved_value<F>(value, symbol);
+  }
+};
+
+// The position of set bit number `rank` of `word`, counted from 0.
+CIERA_TILE int position_of(u64 word, int rank) {
+  u64 counts = word - (word >> 1 & 0x5555555555555555ull);
+  counts = (counts & 0x3333333333333333ull) + (counts >> 2 & 0x3333333333333333ull);
+  counts = ((counts + (counts >> 4)) & 0x0f0f0f0f0f0f0f0full) * 0x0101010101010101ull;  // byte k: of bytes 0 to k
+  // bytes whose count is at most the rank lie before it
+  const u64 before = ((rank * 0x0101010101010101ull | 0x8080808080808080ull) - counts) & 0x8080808080808080ull;
+  const int shift = 8 * __builtin_popcountll(before);
+  rank -= (int)((counts << 8) >> shift & 0xff);
+  u32 byte = (u32)(word >> shift & 0xff);
+  for (; rank > 0; rank--) byte &= byte - 1;
+  return shift + __builtin_ctz(byte);
+}
+
+// Bits of a class, in the places that `among` marks.
+CIERA_TILE u64 spread(u64 bits, u64 among) {
+  u64 placed = 0;
+  for (; bits; bits &= bits - 1) placed |= 1ull << position_of(among, __builtin_ctzll(bits));
+  return placed;
+}
+
+// See ciera_apply. The readers stand where the piece begins; `is_small` holds a bit for each of its values.
+template <class F>
+CIERA_TILE void apply_piece(typename F::Word* values, i64 count, BitReader small, BitReader large, Received<F> of_small,
+                            Received<F> of_large, const u64* is_small) {
+  for (i64 start = 0; start < count; start += 64) {
+    const i64 here = least(count - start, 64);
+    u64 of_small_here = 0, bits;
+    if (small.bitmap) {
+      const u64 small_here = is_small[start / 64];
+      const u64 large_here = ~small_here & (here < 64 ? (1ull << here) - 1 : ~0ull);
+      const int num_small = __builtin_popcountll(small_here);
+      of_small_here = spread(small.read(num_small), small_here);
+      bits = spread(large.read(here - num_small), large_here) | of_small_here;
+    } else {
+      bits = large.read(here);
+    }
+    for (; bits; bits &= bits - 1) {
+      const int i = __builtin_ctzll(bits);
+      (of_small_here >> i & 1 ? of_small : of_large).move(values[start + i]);
+    }
+  }
+}
+
+template <class F>
+CIERA_TILE void apply_all_piece(typename F::Word* values, i64 count, Received<F> all) {
+  for (i64 i = 0; i < count; i++) all.move(values[i]);
+}
+
+CIERA_CLONES i64 count_bits(BitReader bits, i64 count) {
+  i64 num_set = 0;
+  for (; count > 0; count -= 64) num_set += __builtin_popcountll(bits.read(least(count, 64)));
+  return num_set;
+}
+
+CIERA_CLONES i64 count_bytes(const u8* bytes, i64 count, u8 wanted) {
+  i64 found = 0;
+  for (i64 i = 0; i < count; i++) found += bytes[i] == wanted;
+  return found;
+}
+
+// The positions of set bits -> gaps: the number of clear bits before each; 255 only moves on by 255. With `among`, bits and
+// positions count only where it (xor `flip`) is set.
+CIERA_CLONES i64 gaps_of_bits(const u8* bitmap, const u8* among, u64 flip, i64 count, u8* gaps) {
+  i64 base = 0, last = -1;
+  u8* into = gaps;
+  for (i64 start = 0; start < count; start += 64) {
+    const u64 chosen = among ? class_word(among, flip, start, count) : ~0ull;
+    for (u64 bits = load_word(bitmap, start, count) & chosen; bits; bits &= bits - 1) {
+      const u64 before = chosen & ((bits & (0 - bits)) - 1);
+      const i64 position = base + __builtin_popcountll(before);
+      i64 gap = position - last - 1;
+      for (; gap >= 255; gap -= 255) *into++ = 255;
+      *into++ = (u8)gap;
+      last = position;
+    }
+    base += __builtin_popcountll(chosen);
+  }
+  return into - gaps;
+}
+
+// The inverse, into a bitmap of zeros. Gives how many bits it set, or -1 where a position lies outside or the last gap is open.
+CIERA_CLONES i64 bits_of_gaps(const u8* gaps, i64 num_gaps, i64 count, u8* bitmap) {
+  i64 position = -1, num_set = 0;
+  for (i64 k = 0; k < num_gaps; k++) {
+    if (gaps[k] == 255) {
+      position += 255;
+      continue;
+    }
+    position += gaps[k] + 1;
+    if (position >= count) return -1;
+    bitmap[position / 8] |= (u8)(1u << (position % 8));
+    num_set++;
+  }
+  return num_gaps && gaps[num_gaps - 1] == 255 ? -1 : num_set;
+}
+
+// The bits of `bitmap` where `among` (xor `flip`) is set, side by side in `out` (of zeros). Gives how many there are.
+CIERA_CLONES i64 gather_bits(const u8* bitmap, const u8* among, u64 flip, i64 count, u8* out) {
+  i64 base = 0;
+  for (i64 start = 0; start < count; start += 64) {
+    const u64 chosen = class_word(among, flip, start, count);
+    for (u64 bits = load_word(bitmap, start, count) & chosen; bits; bits &= bits - 1) {
+      const i64 rank = base + __builtin_popcountll(chosen & ((bits & (0 - bits)) - 1));
+      out[rank / 8] |= (u8)(1u << (rank % 8));
+    }
+    base += __builtin_popcountll(chosen);
+  }
+  return base;
+}
+
+}  // namespace
+
+CIERA_API i64 ciera_gaps_of_bits(const u8* bitmap, const u8* among, int flip, i64 count, u8* gaps) {
+  return gaps_of_bits(bitmap, among, flip ? ~0ull : 0, count, gaps);
+}
+CIERA_API i64 ciera_bits_of_gaps(const u8* gaps, i64 num_gaps, i64 count, u8* bitmap) {
+  return bits_of_gaps(gaps, num_gaps, count, bitmap);
+}
+CIERA_API i64 ciera_gather_bits(const u8* bitmap, const u8* among, int flip, i64 count, u8* out) {
+  return gather_bits(bitmap, among, flip ? ~0ull : 0, count, out);
+}
+CIERA_API i64 ciera_count_bits(const u8* bitmap, i64 count) {
+  return count_bits({bitmap, packed_bytes(count, 1), 0}, count);
+}
+CIERA_API i64 ciera_count_bytes(const u8* bytes, i64 count, int wanted) { return count_bytes(bytes, count, (u8)wanted); }
+
+namespace {
+
+struct Start {  // what there was before a piece
+  i64 small, small_moves, moves, literals, small_literals_here;
+};
+
+// Moves up what each range of values left at its own place in an array, so that nothing lies between.
+template <class T, class Count>
+void close_up(T* array, const std::vector<Found>& found, i64 range, Count count) {
+  i64 end = 0;
+  for (size_t k = 0; k < found.size(); k++) {
+    const i64 here = count(found[k]);
+    if (here && k) memmove(array + end, array + k * range, here * sizeof(T));
+    end += here;
+  }
+}
+
+}  // namespace
+
+// ciera_find: values [n] against `last` [n], which becomes equal to them. Writes the bitmap `changed` and, where `small` is
+// given, which values were small, moves and literals (room for n of each; `changed` null: a move for every value).
+// counts: small values, changed small values, changed values, literals.
+//
+// ciera_apply: the inverse on `values` [n], which it also copies to `out` where given. `large` null: a move for every value;
+// `small` null: all are large. Bits of `small` and `large` are counted among small and large values. The caller has checked
+// that there are as many moves as bits and as many literals as escapes, and compares `counts` afterwards: small values, small
+// moves, large moves and literals that were used.
+#define CIERA_CHANGES(F, name)                                                                                          \
+  CIERA_CLONES static Found find_##name(const F::Word* fresh, F::Word* last, i64 count, F::Word limit, u8* changed,     \
+                                        u8* small, Moved of_small, Moved of_large, F::Word* literals) {                 \
+    if (changed) return find_piece<F>(fresh, last, count, limit, changed, small, of_small, of_large, literals);         \
+    return {0, 0, count, find_all_piece<F>(fresh, last, count, of_large, literals)};                                    \
+  }                                                                                                                     \
+  CIERA_CLONES static i64 look_##name(const F::Word* values, i64 count, F::Word limit, u64* is_small) {                 \
+    i64 num_small = 0;                                                                                                  \
+    for (i64 start = 0; start < count; start += 64) {                                                                   \
+      is_small[start / 64] = small_word(values + start, limit, least(count - start, 64));                               \
+      num_small += __builtin_popcountll(is_small[start / 64]);                                                          \
+    }                                                                                                                   \
+    return num_small;                                                                                                   \
+  }                                                                                                                     \
+  CIERA_CLONES static void apply_##name(F::Word* values, i64 count, BitReader small, BitReader large,                   \
+                                        Received<F> of_small, Received<F> of_large, const u64* is_small, F::Word* out) {\
+    if (large.bitmap) {                                                                                                 \
+      apply_piece<F>(values, count, small, large, of_small, of_large, is_small);                                        \
+    } else {                                                                                                            \
+      apply_all_piece<F>(values, count, of_large);                                                                      \
+    }                                                                                                                   \
+    if (out) memcpy(out, values, count * sizeof(F::Word));                                                              \
+  }                                                                                                                     \
+  CIERA_API void ciera_find_##name(const F::Word* fresh, F::Word* last, i64 n, u32 boundary, u32 small_escape,          \
+                                   u32 escape, u8* changed, u8* small, u8* small_moves, u8* moves, F::Word* literals,   \
+                                   i64* counts, int threads) {                                                          \
+    const i64 num_pieces = (n + kPiece - 1) / kPiece; /* a thread has a range of pieces: little of the room is touched */\
+    const i64 num_ranges = least(num_pieces, threads);                                                                  \
+    const i64 range = num_ranges ? (num_pieces + num_ranges - 1) / num_ranges * kPiece : kPiece;                        \
+    std::vector<Found> found(num_ranges, Found{0, 0, 0, 0});                                                            \
+    for_each(num_ranges, threads, [&](i64 k) {                                                                          \
+      Found& sum = found[k];                                                                                            \
+      const i64 first = k * range, end = least(n, first + range);                                                       \
+      for (i64 start = first; start < end; start += kPiece) {                                                           \
+        const i64 num_large = sum.num_changed - sum.num_small_changed;                                                  \
+        const Found one = find_##name(fresh + start, last + start, least(end - start, kPiece), limit_of<F>(boundary),   \
+                                      changed ? changed + start / 8 : nullptr, small ? small + start / 8 : nullptr,     \
+                                      {small_escape, small ? small_moves + first + sum.num_small_changed : nullptr},    \
+                                      {escape, moves + first + num_large},                                              \
+                                      literals ? literals + first + sum.num_literals : nullptr);                        \
+        sum.num_small += one.num_small;                                                                                 \
+        sum.num_small_changed += one.num_small_changed;                                                                 \
+        sum.num_changed += one.num_changed;                                                                             \
+        sum.num_literals += one.num_literals;                                                                           \
+      }                                                                                                                 \
+    });                                                                                                                 \
+    close_up(small_moves, found, range, [](const Found& one) { return one.num_small_changed; });                        \
+    close_up(moves, found, range, [](const Found& one) { return one.num_changed - one.num_small_changed; });            \
+    close_up(literals, found, range, [](const Found& one) { return one.num_literals; });                                \
+    for (int k = 0; k < 4; k++) counts[k] = 0;                                                                          \
+    for (const Found& one : found) {                                                                                    \
+      counts[0] += one.num_small;                                                                                       \
+      counts[1] += one.num_small_changed;                                                                               \
+      counts[2] += one.num_changed;                                                                                     \
+      counts[3] += one.num_literals;                                                                                    \
+    }                                                                                                                   \
+  }                                                                                                                     \
+  CIERA_API void ciera_apply_##name(F::Word* values, i64 n, u32 boundary, const u8* small, i64 small_bytes,             \
+                                    const u8* large, i64 large_bytes, u32 small_escape, u32 escape, u8* small_moves,    \
+                                    u8* moves, const F::Word* literals, F::Word* out, i64* counts, int threads) {       \
+    const i64 num_pieces = (n + kPiece - 1) / kPiece;                                                                   \
+    const F::Word limit = limit_of<F>(boundary);                                                                        \
+    std::vector<Start> starts(num_pieces + 1, Start{0, 0, 0, 0, 0});                                                    \
+    std::vector<u64> is_small(small ? num_pieces * (kPiece / 64) : 0);                                                  \
+    const auto look = [&](i64 piece, i64 start, i64 count) {                                                            \
+      starts[piece + 1].small = small ? look_##name(values + start, count, limit, &is_small[start / 64]) : 0;           \
+    };                                                                                                                  \
+    const auto add_up = [&](i64 piece, i64 start, i64 count) {                                                          \
+      Start& at = starts[piece];                                                                                        \
+      Start& next = starts[piece + 1];                                                                                  \
+      const i64 num_small = next.small;                                                                                 \
+      const i64 in_small = small ? count_bits({small, small_bytes, at.small}, num_small) : 0;                           \
+      const i64 in_large = large ? count_bits({large, large_bytes, start - at.small}, count - num_small) : count;       \
+      i64 in_literals = 0;                                                                                              \
+      if (has_literals<F>()) {                                                                                          \
+        if (small) at.small_literals_here = count_bytes(small_moves + at.small_moves, in_small, (u8)small_escape);      \
+        in_literals = at.small_literals_here + count_bytes(moves + at.moves, in_large, (u8)escape);                     \
+      }                                                                                                                 \
+      next = {at.small + num_small, at.small_moves + in_small, at.moves + in_large, at.literals + in_literals, 0};      \
+    };                                                                                                                  \
+    const auto run = [&](i64 piece, i64 start, i64 count) {                                                             \
+      const Start& at = starts[piece];                                                                                  \
+      const F::Word* of_small = literals + at.literals;                                                                 \
+      apply_##name(values + start, count, {small, small_bytes, at.small}, {large, large_bytes, start - at.small},       \
+                   {small_escape, small_moves + at.small_moves, of_small},                                              \
+                   {escape, moves + at.moves, of_small + at.small_literals_here},                                       \
+                   small ? &is_small[start / 64] : nullptr, out ? out + start : nullptr);                               \
+    };                                                                                                                  \
+    if (threads == 1) { /* one pass over memory: a piece is counted and moved while it is in the cache */               \
+      for_pieces(n, 1, [&](i64 piece, i64 start, i64 count) {                                                           \
+        look(piece, start, count);                                                                                      \
+        add_up(piece, start, count);                                                                                    \
+        run(piece, start, count);                                                                                       \
+      });                                                                                                               \
+    } else {                                                                                                            \
+      if (small) for_pieces(n, threads, look);                                                                          \
+      for_pieces(n, 1, add_up);                                                                                         \
+      for_pieces(n, threads, run);                                                                                      \
+    }                                                                                                                   \
+    const Start& end = starts[num_pieces];                                                                              \
+    counts[0] = end.small, counts[1] = end.small_moves, counts[2] = end.moves, counts[3] = end.literals;                \
+  }
+
+CIERA_CHANGES(bf16, bf16)
+CIERA_CHANGES(fp16, fp16)
+CIERA_CHANGES(fp32, fp32)
+CIERA_CHANGES(ciera::byte, byte)
