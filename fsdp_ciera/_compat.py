@@ -99,11 +99,15 @@ def all_gather_flat(output: torch.Tensor, local: torch.Tensor, group: dist.Proce
 
 
 def all_gather_bytes(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """uint8 [n], the same n on every rank -> uint8 [world_size, n]."""
-    world_size = group.size()
-    gathered = torch.empty(world_size, local.numel(), dtype=torch.uint8, device=local.device)
-    all_gather_flat(gathered.view(-1), local, group, async_op=False)
-    return gathered
+    """uint8 [n] on CPU, the same n on every rank -> uint8 [world_size, n] on CPU.
+
+    A process group without a CPU backend (NCCL alone) moves them over its GPUs, and the host waits.
+    """
+    has_cpu = any(device.type == "cpu" for device in group._device_types)
+    told = local if has_cpu else local.cuda()
+    gathered = torch.empty(group.size(), told.numel(), dtype=torch.uint8, device=told.device)
+    all_gather_flat(gathered.view(-1), told, group, async_op=False)
+    return gathered.cpu()
 
 
 def new_local_group(ranks: Sequence[int], parent: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -21,11 +21,11 @@ from fsdp_ciera._compat import (
     torch_fully_shard,
 )
 from fsdp_ciera.collective import CieraAllGather
+from fsdp_ciera.device_stream import DeviceStream, settle_on_device
 from fsdp_ciera.errors import CieraConflictError, CieraPolicyError
 from fsdp_ciera.policy import CieraPolicy
 from fsdp_ciera.sizes import settle_ahead
 from fsdp_ciera.statistics import CieraStats
-from fsdp_ciera.stream import Stream
 
 ModuleT = TypeVar("ModuleT", nn.Module, list[nn.Module])
 
@@ -138,14 +138,15 @@ def settle_sizes(model: nn.Module) -> int:
     `value_delta` what changed; for the other codecs about half of this rank's shard of the model). Raises on all ranks
     together as a gather does.
     """
-    batches: dict[str, list[tuple[CieraAllGather, Stream, torch.Tensor]]] = {}
+    batches: dict[tuple[str, type], list[tuple[CieraAllGather, Any, torch.Tensor]]] = {}
     with torch.inference_mode(False), torch.no_grad():
         for comm in _comms(model):
             found = comm.shard_to_settle()
             if found is not None:
-                batches.setdefault(found[0].group.group_name, []).append((comm, *found))
-        for batch in batches.values():
-            sent_bytes = settle_ahead([(stream, local) for _, stream, local in batch], batch[0][1].group)
+                batches.setdefault((found[0].group.group_name, type(found[0])), []).append((comm, *found))
+        for (_, kind), batch in batches.items():
+            settle = settle_on_device if kind is DeviceStream else settle_ahead
+            sent_bytes = settle([(stream, local) for _, stream, local in batch], batch[0][1].group)
             batch[0][0].count_settling(sent_bytes)
     return sum(map(len, batches.values()))
 

@@ -10,7 +10,7 @@ lockstep.py encodes and decodes, wire.py lays out bytes.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,16 +27,20 @@ from fsdp_ciera._compat import (
     param_names_and_sizes,
 )
 from fsdp_ciera.codecs import CODECS
+from fsdp_ciera.device_codecs import DEVICE_CODECS
+from fsdp_ciera.device_stream import DeviceStream
 from fsdp_ciera.exchange import Outcome, Result, exchange_payloads
-from fsdp_ciera.kernels.dispatch import kernels_of
+from fsdp_ciera.kernels.dispatch import VARIABLE, chosen_for, kernels_of
 from fsdp_ciera.layout import Layout, build_layout
 from fsdp_ciera.planner import Cohort, plan_for
 from fsdp_ciera.policy import CieraPolicy
 from fsdp_ciera.sizes import Agreed, agree
 from fsdp_ciera.statistics import CieraStats
 from fsdp_ciera.stream import Changes, Stream
-from fsdp_ciera.topology import check_node_size, cut_of, ranks_per_node_of
+from fsdp_ciera.topology import Cut, check_node_size, cut_of, ranks_per_node_of
 from fsdp_ciera.verification import check_against_raw, check_checksums
+
+_UNSETTLED_TO_NOTE = 12  # gathers of a group: some steps
 
 
 class CieraAllGather(AllGather):
@@ -47,8 +51,10 @@ class CieraAllGather(AllGather):
     anything to send). With sizes settled ahead the first one falls away; a group whose plan chose no codec makes the plain
     gather alone, see [Note: Never slower]. Hierarchical gathers exchange payloads between nodes
     only, and one more collective spreads the shards inside each node. The first call under an FSDP root plans all its groups
-    (fsdp_ciera.planner), which takes up to some seconds where links and codecs are measured. On other devices nothing is
-    compressed yet: the plain all-gather runs, and `stats` says so.
+    (fsdp_ciera.planner), which takes up to some seconds where links and codecs are measured.
+
+    On CUDA a gather is compressed when its sizes were settled (`fsdp_ciera.settle_sizes`), and otherwise runs as in stock
+    FSDP2: see `fsdp_ciera.device_stream`. Where something keeps the codecs from running there, `stats` says what.
 
     Memory besides the caches, while a call runs: see `fsdp_ciera.exchange.exchange_payloads`; for a flat gather the payloads
     of all ranks (less than the output).
@@ -81,6 +87,8 @@ class CieraAllGather(AllGather):
         self._changes: dict[tuple[str, torch.dtype, int], Changes] = {}  # by stream
         self._counts = CieraStats()
         self._streams: dict[tuple[str, torch.dtype, int], Stream] = {}
+        self._device_streams: dict[tuple[str, torch.dtype, int], DeviceStream | None] = {}
+        self._num_unsettled = 0
 
     # FSDP2's side
 
@@ -103,8 +111,10 @@ class CieraAllGather(AllGather):
         `CieraDesyncError`, `CieraPeerError`, `CieraVerifyError`; on one rank `CieraDecodeError` for a damaged payload.
         """
         names_known = names_are_known(self.param_group)  # See [Note: Names come with the first forward]
-        if output_tensor.device.type != "cpu" or input_tensor.numel() == 0 or not names_known:
+        if input_tensor.numel() == 0 or not names_known:
             return self._gather_plain(output_tensor, input_tensor, group, async_op, None)
+        if output_tensor.device.type != "cpu" or chosen_for(output_tensor.device) == "cuda":
+            return self._gather_on_device(output_tensor, input_tensor, group, async_op)
         with torch.inference_mode(False), torch.no_grad():
             stream = self._stream(input_tensor, group)
             if self._goes_plain(stream):
@@ -122,11 +132,15 @@ class CieraAllGather(AllGather):
         """The next gather of every stream is a full one."""
         for stream in self._streams.values():
             stream.forget()
+        for on_device in self._device_streams.values():
+            if on_device is not None:
+                on_device.forget()
 
     def release(self) -> None:
         """Frees the caches now: groups that are planned together know one another, so nothing else would before the next
         collection of garbage."""
         self._streams.clear()
+        self._device_streams.clear()
         self.cohort = None
 
     def adopt(self, codecs: tuple[str, ...]) -> None:
@@ -139,17 +153,22 @@ class CieraAllGather(AllGather):
         self.planned_codecs = codecs
         self._counts = self.stats(with_caches=False)
         self._streams.clear()
+        self._device_streams.clear()
 
-    def shard_to_settle(self) -> tuple[Stream, torch.Tensor] | None:
-        """The stream of the group's forward gathers, and what it would gather now [num_values]: for `settle_ahead`.
+    def shard_to_settle(self) -> tuple[Stream | DeviceStream, torch.Tensor] | None:
+        """The stream of the group's forward gathers, and what it would gather now [num_values]: for `settle_sizes`.
 
         `None` when there is nothing to settle: before the first gather, while the parameters are gathered, for raw groups.
         """
-        found = gather_input(self.param_group) if self._streams else None
+        found = gather_input(self.param_group) if self._streams or self._device_streams else None
         if found is None:
             return None
         group, local = found
-        stream = self._streams.get((group.group_name, local.dtype, local.numel()))
+        key = (group.group_name, local.dtype, local.numel())
+        on_device = self._device_streams.get(key)
+        if on_device is not None:
+            return on_device, local
+        stream = self._streams.get(key)
         return None if stream is None or stream.layout.is_raw else (stream, local)
 
     def count_settling(self, sent_bytes: int) -> None:
@@ -165,6 +184,9 @@ class CieraAllGather(AllGather):
             report.world_size = max(report.world_size, stream.cut.world_size)
             for stage, seconds in stream.state.stage_seconds.items():
                 report.stage_seconds[stage] = report.stage_seconds.get(stage, 0.0) + seconds
+        for on_device in self._device_streams.values():
+            if on_device is not None and with_caches:
+                report.cache_bytes += on_device.cache_bytes
         return report
 
     def _gather(self, stream: Stream, output: torch.Tensor, local: torch.Tensor) -> None:
@@ -251,14 +273,68 @@ class CieraAllGather(AllGather):
             )
         self._counts.count(phase, links, runs)
 
+    def _gather_on_device(
+        self, output: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
+        """As the sizes say that were settled, or plain. Waits for the device only where the first gather makes the plan."""
+        with torch.inference_mode(False), torch.no_grad():
+            key = (group.group_name, local.dtype, local.numel())
+            if key not in self._device_streams:
+                self._device_streams[key] = self._open_device_stream(local, group)
+            stream = self._device_streams[key]
+            if stream is None or stream.epoch is None:
+                self._num_unsettled += stream is not None
+                if self._num_unsettled == _UNSETTLED_TO_NOTE:
+                    self._note("call fsdp_ciera.settle_sizes(model) after optimizer.step(): on CUDA gathers are compressed "
+                               "when their sizes were settled, and run as in stock FSDP2 until then")  # fmt: skip
+                return self._gather_plain(output, local, group, async_op, None if stream is None else stream.layout)
+            self._num_unsettled = 0
+            try:
+                sent = stream.gather(output.view(group.size(), -1), local)
+            except BaseException:
+                stream.forget()
+                raise
+        item_bytes, num_peers = local.element_size(), group.size() - 1
+        runs = [
+            (run.category, run.codec, num_peers * run.num_values * item_bytes, num_peers * run_bytes)
+            for run, run_bytes in zip(stream.layout.runs, sent.run_bytes, strict=True)
+        ]
+        total = ("flat", num_peers * local.numel() * item_bytes, num_peers * sent.payload_bytes)
+        self._counts.world_size = group.size()
+        self._counts.count(f"{sent.kind}/{group_phase(self.param_group)}", [total], runs)
+        return None
+
+    def _open_device_stream(self, local: torch.Tensor, group: dist.ProcessGroup) -> DeviceStream | None:
+        """`None` where nothing is compressed; then a note says why."""
+        if chosen_for(local.device) != "cuda":
+            self._note(f"gathers on {local.device.type} run as in stock FSDP2: {VARIABLE} asks for the reference, or the CUDA "
+                       "kernels cannot run here")  # fmt: skip
+            return None
+        if self.policy.measures:
+            self._note("on CUDA links and codecs are not measured yet, so gathers run as in stock FSDP2: name one codec, "
+                       "CieraPolicy(codecs=('value_delta',)), or give link= and codec_costs=")  # fmt: skip
+            return None
+        if self.policy.verify is not None or self.policy.adapt_every is not None:
+            self._note("on CUDA verify= and adapt_every= have no effect yet")
+        module, layout, cut = self._lay_out(
+            local, group, {name: codec.supports for name, codec in DEVICE_CODECS.items()}
+        )
+        if not cut.is_flat:
+            self._note("on CUDA gathers are flat: topology='hierarchical' runs as in stock FSDP2")
+            return None
+        if layout.is_raw:
+            return None
+        return DeviceStream(module, self.policy, layout, group, cut, local.device)
+
+    def _note(self, text: str) -> None:
+        """Once in `stats`, and once as a warning."""
+        if text not in self._counts.notes:
+            self._counts.note(text)
+            warnings.warn(f"fsdp_ciera: {text}", stacklevel=2)
+
     def _gather_plain(
         self, output: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup, async_op: bool, layout: Layout | None
     ) -> dist.Work | None:
-        device = output.device.type
-        if device != "cpu" and not self._counts.notes:
-            text = f"gathers on {device} are not compressed yet: they run as in stock FSDP2"
-            self._counts.note(text)
-            warnings.warn(f"fsdp_ciera: {text}", stacklevel=2)
         per_value = (group.size() - 1) * local.element_size()
         shares = (
             [("other", local.numel())] if layout is None else [(run.category, run.num_values) for run in layout.runs]
@@ -277,11 +353,26 @@ class CieraAllGather(AllGather):
         return self._streams[key]
 
     def _open_stream(self, local: torch.Tensor, group: dist.ProcessGroup, changes: Changes) -> Stream:
+        module, layout, cut = self._lay_out(local, group, {name: codec.supports for name, codec in CODECS.items()})
+        return Stream(module, self.policy, layout, group, cut, changes)
+
+    def _lay_out(
+        self, local: torch.Tensor, group: dist.ProcessGroup, supports: Mapping[str, Callable[[torch.dtype], bool]]
+    ) -> tuple[str, Layout, Cut]:
+        """The module's name, the runs of a shard [num_values], and how nodes cut its group. Plans, where nobody has yet.
+
+        `supports` says for each codec that can run here whether it can send a dtype.
+        """
         module, names, sizes = param_names_and_sizes(self.param_group, local.dtype)
         if self.planned_codecs is None:
             plan_for(self, local.dtype, group)
         assert self.planned_codecs is not None
-        codecs = [codec if CODECS[codec].supports(local.dtype) else "raw" for codec in self.planned_codecs]
+        missing = sorted(set(self.planned_codecs) - set(supports))
+        if missing:
+            self._counts.note(f"{' and '.join(missing)} cannot run on {local.device.type} yet and goes raw there")
+        codecs = [
+            codec if codec in supports and supports[codec](local.dtype) else "raw" for codec in self.planned_codecs
+        ]
         layout = build_layout(names, sizes, codecs, local.numel(), local.dtype)
         if layout.is_raw and any(codec != "raw" for codec in self.policy.codecs) and local.dtype == torch.uint8:
             self._counts.note(f"{module}: a group of mixed dtypes is gathered as bytes, so it goes raw")
@@ -291,4 +382,4 @@ class CieraAllGather(AllGather):
                 f"nodes of {ranks_per_node_of(self.policy)} ranks do not cut a group of {group.size()} ranks into several "
                 "equal parts of several ranks, so it is gathered flat"
             )
-        return Stream(module, self.policy, layout, group, cut, changes)
+        return module, layout, cut

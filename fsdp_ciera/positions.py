@@ -47,7 +47,9 @@ def write_positions(
     bitmap_bytes = packed_bytes(num_values if among is None else num_among, 1)
     forms = []
     num_gap_bytes = num_changed  # at least
-    if num_changed <= bitmap_bytes:  # otherwise a coded bitmap is as small, within 2 %, and faster
+    if (
+        kernels.reads_in_sequence and num_changed <= bitmap_bytes
+    ):  # otherwise a coded bitmap is as small, within 2 %, and faster
         gaps = kernels.gaps_of_bits(bits, num_values, among).numpy()
         num_gap_bytes = len(gaps)
         if num_gap_bytes <= bitmap_bytes:

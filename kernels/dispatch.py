@@ -2,8 +2,9 @@
 
     reference   readable torch, on every device
     host        compiled, on CPU (host.py); the default there, where the package was built with a compiler
+    cuda        launched from PTX (cuda.py); the default on CUDA, where GPU and driver are new enough
 
-`FSDP_CIERA_KERNELS=reference|host` forces one. All agree bit for bit.
+`FSDP_CIERA_KERNELS=reference|host|cuda` forces one. All agree bit for bit.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Protocol
 import torch
 
 from fsdp_ciera.errors import CieraPolicyError
-from fsdp_ciera.kernels import host, reference
+from fsdp_ciera.kernels import cuda, host, launch, reference
 from fsdp_ciera.kernels.changes import Among, Changes, Form, Received, Used
 from fsdp_ciera.kernels.formats import FloatFormat
 
@@ -24,6 +25,9 @@ VARIABLE = "FSDP_CIERA_KERNELS"
 
 class Kernels(Protocol):
     """What every implementation has. The functions of reference.py say what they do, with worked examples."""
+
+    reads_in_sequence: bool
+    """Whether forms that are read one value after the other (classes of values, gaps) are fast."""
 
     def hash_blocks(self, values: torch.Tensor, fmt: FloatFormat, block_size: int) -> torch.Tensor: ...
 
@@ -64,31 +68,51 @@ class Kernels(Protocol):
 
 def kernels_of(tensor: torch.Tensor) -> Kernels:
     """The implementation for tensors on this one's device. Raises `CieraPolicyError` for one that is forced and not there."""
-    return _IMPLEMENTATIONS[chosen_for(tensor.device.type)]
+    return _IMPLEMENTATIONS[chosen_for(tensor.device)]
 
 
-def chosen_for(device_type: str) -> str:
-    """The name of the implementation that serves on `"cpu"` or `"cuda"`."""
+def chosen_for(device: torch.device) -> str:
+    """The name of the implementation that serves on a device."""
     forced = os.environ.get(VARIABLE)
     if forced is None:
-        if device_type == "cpu" and not host.WHY_NOT:
-            return "host"
-        if device_type == "cpu":
-            _warn_once(f"the torch reference of the kernels serves, which is several times slower: {host.WHY_NOT}. "
-                       "Install a C++ compiler and the package again")  # fmt: skip
-        return "reference"
+        return _REGISTRY.default_for(device)
     if forced not in _IMPLEMENTATIONS:
         raise CieraPolicyError(f"{VARIABLE} is {forced!r}; it may be {' or '.join(map(repr, _IMPLEMENTATIONS))}")
-    if forced == "host" and host.WHY_NOT:
-        raise CieraPolicyError(f"{VARIABLE} is 'host', but there is no host build: {host.WHY_NOT}")
+    if forced == "host" and (host.WHY_NOT or device.type != "cpu"):
+        reason = host.WHY_NOT or f"the host build works on CPU, not on {device}"
+        raise CieraPolicyError(f"{VARIABLE} is 'host', but {reason}. Unset it to choose by device")
     return forced
 
 
-_IMPLEMENTATIONS: dict[str, Kernels] = {"reference": reference, "host": host}
-_WARNED: set[str] = set()
+_IMPLEMENTATIONS: dict[str, Kernels] = {"reference": reference, "host": host, "cuda": cuda}
 
 
-def _warn_once(text: str) -> None:
-    if text not in _WARNED:
-        _WARNED.add(text)
-        warnings.warn(f"fsdp_ciera: {text}", stacklevel=3)
+class _Registry:
+    """What serves on each device unless something is forced; found out once, with one warning where it is the slow one."""
+
+    def __init__(self) -> None:
+        self._defaults: dict[torch.device, str] = {}
+
+    def default_for(self, device: torch.device) -> str:
+        if device not in self._defaults:
+            self._defaults[device] = self._find_default(device)
+        return self._defaults[device]
+
+    def _find_default(self, device: torch.device) -> str:
+        if device.type == "cpu":
+            if not host.WHY_NOT:
+                return "host"
+            reason = f"there is no host build ({host.WHY_NOT}): install a C++ compiler and the package again"
+        elif device.type == "cuda":
+            why_not = launch.why_not_available(device)
+            if why_not is None:
+                return "cuda"
+            reason = why_not
+        else:
+            reason = f"there are no other ones for {device.type}"
+        text = f"fsdp_ciera: on {device} the torch reference of the kernels serves, which is several times slower: {reason}"
+        warnings.warn(text, stacklevel=4)
+        return "reference"
+
+
+_REGISTRY = _Registry()

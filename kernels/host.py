@@ -54,6 +54,9 @@ _LIBRARY, WHY_NOT = find_build()
 """The host build, loaded once; `WHY_NOT` says why there is none."""
 
 
+reads_in_sequence = True
+"""See dispatch.Kernels."""
+
 _RETURNS = {"checksum": ctypes.c_uint64, "gaps_of_bits": ctypes.c_int64, "bits_of_gaps": ctypes.c_int64,
             "gather_bits": ctypes.c_int64, "count_bits": ctypes.c_int64}  # fmt: skip
 _ARGUMENTS = {

@@ -21,6 +21,8 @@ GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment: 2**64 / golden ratio
 MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of SplitMix64's finaliser
 CHUNK_VALUES = 1 << 17  # a multiple of 64, so that bits of a chunk begin at a word; docs/wire-format.md names it
 GAP_ESCAPE = 255
+reads_in_sequence = True
+"""See dispatch.Kernels."""
 
 
 def chunks_of(num_values: int, chunk_values: int = CHUNK_VALUES) -> Iterator[slice]:

@@ -77,6 +77,8 @@ def choose_value_form(values: torch.Tensor, last: torch.Tensor, fmt: FloatFormat
     changed = (fresh.view(fmt.int_dtype) != before.view(fmt.int_dtype)).nonzero().view(-1)
     if not len(changed):
         return ValueForm(Coding.PLAIN)
+    if not kernels_of(values).reads_in_sequence:
+        return ValueForm(Coding.PLAIN, BYTE_ESCAPE)
     is_sparse = len(changed) <= _MOST_SPARSE * len(fresh)
     if is_sparse:
         boundary, is_small = 0, np.zeros(len(changed), np.bool_)

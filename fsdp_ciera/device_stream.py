@@ -1,0 +1,308 @@
+"""Gathers on CUDA: sizes are settled once per optimizer step, and then no gather waits for the device.
+
+    settle_on_device   Hash of all groups -> counts of all ranks, in one exchange that the host reads -> Cmp of all groups;
+                       each group's stream gets a `DeviceEpoch`
+    DeviceStream       what one rank remembers about one stream of gathers; `gather` sends and decodes as the epoch says
+
+A gather whose sizes were not settled runs as in stock FSDP2, and leaves all caches as they are.
+
+[Note: Told ahead] What was counted must be what is sent. A gather compares its shard's checksum with the settled one on the
+device; where they differ, or a payload is damaged, a flag stays on the device until the next `settle_sizes`, which every rank
+then leaves with the same `CieraDesyncError`. Test: test_device_gather.py, weights changed behind our back.
+
+[Note: Order of streams] `settle_sizes` runs on the caller's stream, gathers on FSDP2's. Events order the two in both
+directions; what a gather did not allocate itself is recorded on its stream before it may be freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from fsdp_ciera._compat import all_gather_flat
+from fsdp_ciera.codecs import CODECS
+from fsdp_ciera.device_codecs import DEVICE_CODECS, aligned
+from fsdp_ciera.errors import CieraDesyncError
+from fsdp_ciera.handshake import check_same
+from fsdp_ciera.kernels.dispatch import kernels_of
+from fsdp_ciera.layout import Layout
+from fsdp_ciera.policy import CieraPolicy
+from fsdp_ciera.stream import describe
+from fsdp_ciera.topology import Cut
+from fsdp_ciera.wire import base_of
+
+_HEADER_COUNTS = 3  # base, damage, checksum; before the counts of a stream's runs
+_NUMBER_BYTES = 8
+_NO_BASE = -(1 << 63)  # bases are unsigned, int64 is not
+
+
+@dataclass
+class DeviceEpoch:
+    """What all ranks send in the gathers of one stream until the next `settle_sizes`."""
+
+    counts: list[list[list[int]]]
+    """By rank and run."""
+    checksums: list[int]
+    """Of each rank's shard."""
+    own_checksum: torch.Tensor
+    """int64 [1], on the device."""
+    is_cold: bool
+    """Whether the first gather goes raw, and fills the caches."""
+    payload: torch.Tensor | None = None
+    """What was compressed ahead, until it is sent."""
+    settled: torch.cuda.Event | None = None
+    num_gathers: int = 0
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a gather sent to each peer, in bytes: of each run, and padded, in total."""
+
+    kind: str
+    run_bytes: list[int]
+    payload_bytes: int
+
+
+@dataclass
+class DeviceStream:
+    """State of one stream of gathers on one rank: `num_peers` other ranks, values of `layout` on `device`."""
+
+    module: str
+    policy: CieraPolicy
+    layout: Layout
+    group: dist.ProcessGroup
+    cut: Cut
+    device: torch.device
+    epoch: DeviceEpoch | None = None
+    base: int = 0
+    """Names the gather that the caches describe; 0: there are none."""
+    is_forgotten: bool = False
+    """Whether the caches are dropped at the next `settle_sizes`."""
+    sequence: int = 0
+    last_gather: torch.cuda.Event | None = None
+    damage: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rank, self.world_size = self.group.rank(), self.group.size()
+        sizes = (self.layout.dtype, self.policy.block_size, self.world_size - 1, self.device)
+        self.codecs = [DEVICE_CODECS[run.codec](run.num_values, *sizes) for run in self.layout.runs]
+        self.damage = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.descriptor = describe(self.module, self.policy, self.layout, self.cut)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of caches held now."""
+        if not self.base:
+            return 0
+        sizes = (self.layout.dtype, self.policy.block_size, self.world_size - 1)
+        return sum(CODECS[run.codec].cache_bytes(run.num_values, *sizes) for run in self.layout.runs)
+
+    @property
+    def num_counts(self) -> int:
+        """Numbers that a rank tells of this stream."""
+        return _HEADER_COUNTS + sum(codec.num_counts for codec in self.codecs)
+
+    def forget(self) -> None:
+        """Drops the caches at the next `settle_sizes`: until then what was settled is sent as it was told."""
+        self.is_forgotten = True
+
+    def count(self, local: torch.Tensor) -> torch.Tensor:
+        """Hash of all runs of the own shard -> int64 [num_counts] on the device."""
+        checksum = kernels_of(local).checksum(local.view(1, -1))
+        if self.is_forgotten:
+            self._drop()
+        parts = [torch.tensor([self.base + _NO_BASE], dtype=torch.int64).to(self.device, non_blocking=True),
+                 self.damage.to(torch.int64), checksum]  # fmt: skip
+        for run, codec in zip(self.layout.runs, self.codecs, strict=True):
+            if codec.num_counts:
+                values = local[run.start : run.stop]
+                parts.append(codec.count(values) if self.base else parts[0].new_zeros(codec.num_counts))
+        return torch.cat(parts)
+
+    def settle(self, numbers: torch.Tensor, local: torch.Tensor, own: torch.Tensor) -> DeviceEpoch:
+        """`numbers` int64 [world_size, num_counts] of all ranks, on the host -> what they will send. Compresses, if it can.
+
+        `own` is this rank's row on the device.
+        """
+        bases, checksums = numbers[:, 0].tolist(), numbers[:, 2].tolist()
+        counts = [self._by_run(row) for row in numbers[:, _HEADER_COUNTS:].tolist()]
+        epoch = DeviceEpoch(counts, checksums, own[2:3], any(base == _NO_BASE or base != bases[0] for base in bases))
+        if epoch.is_cold:
+            self._drop()
+        else:
+            epoch.payload = self._compress(local, counts[self.rank], max(map(self._payload_bytes, counts)))
+        return epoch
+
+    def gather(self, output: torch.Tensor, local: torch.Tensor) -> Sent:
+        """One gather of the epoch: fills the other ranks' slots of `output` [world_size, num_values]. Waits for nothing.
+
+        Memory: the payloads of all ranks, padded to the largest. Communication: one all-gather of them; none when nobody
+        has anything to send.
+        """
+        epoch = self.epoch
+        assert epoch is not None
+        _wait_for(epoch.settled, self.device)
+        checksum = kernels_of(local).checksum(local.view(1, -1))
+        self.damage |= (checksum != epoch.own_checksum).to(torch.int32)  # See [Note: Told ahead]
+        is_first = epoch.num_gathers == 0
+        if epoch.is_cold and is_first:
+            kind = "cold"
+            self._gather_raw(output, local)
+            sent = [run.num_values * self.layout.dtype.itemsize for run in self.layout.runs]
+            payload_bytes = sum(sent)
+        else:
+            kind = "first" if is_first else "repeat"
+            counts = epoch.counts if is_first else [[[0] * codec.num_counts for codec in self.codecs]] * self.world_size
+            payload_bytes = max(map(self._payload_bytes, counts))
+            self._exchange(output, local, counts, payload_bytes, epoch.payload if is_first else None)
+            sent = [sum(map(aligned, parts)) for parts in self._parts(counts[self.rank])]
+        epoch.payload = None
+        epoch.num_gathers += 1
+        self.sequence += 1
+        self.base = base_of(self.sequence, epoch.checksums) if is_first else self.base
+        self.last_gather = _event(self.device)
+        return Sent(kind, sent, payload_bytes)
+
+    def _gather_raw(self, output: torch.Tensor, local: torch.Tensor) -> None:
+        with record_function("Ciera::AllGather"):
+            all_gather_flat(output.view(-1).view(torch.uint8), local.view(torch.uint8), self.group, async_op=False)
+        peers = [row for rank, row in enumerate(output) if rank != self.rank]
+        with record_function("Ciera::Decmp"):
+            for run, codec in zip(self.layout.runs, self.codecs, strict=True):
+                stretch = slice(run.start, run.stop)
+                codec.seed(local[stretch], [row[stretch] for row in peers])
+
+    def _exchange(
+        self,
+        output: torch.Tensor,
+        local: torch.Tensor,
+        counts: list[list[list[int]]],
+        payload_bytes: int,
+        payload: torch.Tensor | None,
+    ) -> None:
+        payloads = torch.empty(self.world_size, payload_bytes, dtype=torch.uint8, device=self.device)
+        if payload_bytes:
+            if payload is None:
+                payload = self._compress(local, counts[self.rank], payload_bytes)
+            with record_function("Ciera::AllGather"):
+                all_gather_flat(payloads.view(-1), payload, self.group, async_op=False)
+            _record_use(payload)
+        with record_function("Ciera::Decmp"):
+            for rank in range(self.world_size):
+                if rank == self.rank:
+                    continue
+                peer = rank - (rank > self.rank)
+                views = self._views(payloads[rank], counts[rank])
+                for run, codec, own, parts in zip(self.layout.runs, self.codecs, counts[rank], views, strict=True):
+                    codec.decompress(peer, own, parts, output[rank, run.start : run.stop], self.damage)
+
+    def _compress(self, local: torch.Tensor, counts: list[list[int]], payload_bytes: int) -> torch.Tensor:
+        """Cmp -> uint8 [payload_bytes]; what is behind the own parts is whatever was there."""
+        payload = torch.empty(payload_bytes, dtype=torch.uint8, device=self.device)
+        with record_function("Ciera::Cmp"):
+            views = self._views(payload, counts)
+            for run, codec, own, parts in zip(self.layout.runs, self.codecs, counts, views, strict=True):
+                codec.compress(local[run.start : run.stop], own, parts)
+        return payload
+
+    def _parts(self, counts: list[list[int]]) -> list[tuple[int, ...]]:
+        return [codec.part_bytes(own) for codec, own in zip(self.codecs, counts, strict=True)]
+
+    def _payload_bytes(self, counts: list[list[int]]) -> int:
+        return sum(aligned(part) for parts in self._parts(counts) for part in parts)
+
+    def _views(self, payload: torch.Tensor, counts: list[list[int]]) -> list[list[torch.Tensor]]:
+        """By run: each part's place in a payload."""
+        views, start = [], 0
+        for parts in self._parts(counts):
+            of_run = []
+            for num_bytes in parts:
+                of_run.append(payload[start : start + num_bytes])
+                start += aligned(num_bytes)
+            views.append(of_run)
+        return views
+
+    def _by_run(self, numbers: Sequence[int]) -> list[list[int]]:
+        found, start = [], 0
+        for codec in self.codecs:
+            found.append(list(numbers[start : start + codec.num_counts]))
+            start += codec.num_counts
+        return found
+
+    def _drop(self) -> None:
+        self.base, self.is_forgotten = 0, False
+        for codec in self.codecs:
+            codec.forget()
+
+
+def settle_on_device(shards: Sequence[tuple[DeviceStream, torch.Tensor]], group: dist.ProcessGroup) -> int:
+    """Settles several streams of one process group at once; each gets a `DeviceEpoch`. -> bytes sent to the peers.
+
+    `shards` holds each stream with this rank's shard [num_values], in the same order on all ranks. Collective over `group`;
+    waits for the device. Raises, on all ranks together, `CieraMismatchError` where they settle different streams, and
+    `CieraDesyncError` where a gather since the last time sent something else than was settled, or a payload was damaged:
+    then all caches are dropped.
+    """
+    streams = [stream for stream, _ in shards]
+    descriptor = {"module": "settle_sizes", "group_size": group.size(), "groups": [one.descriptor for one in streams]}
+    check_same(descriptor, group)
+    for stream in streams:
+        _wait_for(stream.last_gather, stream.device)
+        if stream.epoch is not None and not stream.epoch.num_gathers:
+            stream.forget()  # compressed ahead of a gather that never came: peers do not have that state
+        stream.epoch = None
+    with record_function("Ciera::Hash"):
+        own = torch.cat([stream.count(local) for stream, local in shards])
+    everyones = torch.empty(group.size(), len(own), dtype=torch.int64, device=own.device)
+    all_gather_flat(everyones.view(-1), own, group, async_op=False)
+    numbers = everyones.cpu()  # the host waits here
+    widths = [stream.num_counts for stream in streams]
+    columns = list(zip(streams, torch.split(numbers, widths, dim=1), torch.split(own, widths), shards, strict=True))
+    _check_damage([(stream, column[:, 1].tolist()) for stream, column, _, _ in columns])
+    for stream, column, row, (_, local) in columns:
+        stream.epoch = stream.settle(column, local, row)
+    settled = _event(own.device)
+    for stream in streams:
+        assert stream.epoch is not None
+        stream.epoch.settled = settled
+    return (group.size() - 1) * len(own) * _NUMBER_BYTES
+
+
+def _check_damage(found: Sequence[tuple[DeviceStream, Sequence[int]]]) -> None:
+    """See [Note: Told ahead]."""
+    damaged = [(stream, [rank for rank, flag in enumerate(flags) if flag]) for stream, flags in found if any(flags)]
+    if not damaged:
+        return
+    for stream, _ in found:
+        stream.forget()
+        stream.damage.zero_()
+    where = "; ".join(f"module {stream.module!r} on ranks {ranks}" for stream, ranks in damaged)
+    raise CieraDesyncError(
+        f"since settle_sizes was called last, weights changed before they were gathered, or a payload was damaged: {where}. "
+        "What was computed with them is wrong. Call settle_sizes(model) after the last change of the weights and before the "
+        "next forward; fsdp_ciera.detach(model) goes on with stock FSDP2"
+    )
+
+
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    """What was launched so far on the current stream. See [Note: Order of streams]."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _wait_for(event: torch.cuda.Event | None, device: torch.device) -> None:
+    """What is launched from now on comes after the event; the host does not wait."""
+    if event is not None:
+        torch.cuda.current_stream(device).wait_event(event)
+
+
+def _record_use(tensor: torch.Tensor) -> None:
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -1,0 +1,213 @@
+"""Gathers as they run on CUDA: sizes settled once a step, payloads made and taken apart by the shipped PTX.
+
+No GPU: gloo ranks on CPU tensors, `FSDP_CIERA_KERNELS=cuda`, the production launcher, a stand-in driver and the PTX
+interpreter. Streams and events are not part of it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fake_cuda import run_with_fake_cuda
+from fsdp_ciera import CieraDesyncError, CieraPolicy, attach, detach, invalidate, settle_sizes, stats
+from fsdp_ciera.kernels.dispatch import VARIABLE
+from ranks import run_ranks
+
+CUDA = {VARIABLE: "cuda"}
+VALUE_DELTA = CieraPolicy(codecs=("value_delta",))
+EXPONENT_BLOCK = CieraPolicy(codecs=("exponent_block",), block_size=64)
+
+
+class Tiny(nn.Module):
+    """Two groups under FSDP, of a few runs each; sizes divide by nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(37, 20)
+        self.norm = nn.LayerNorm(20)
+        self.q_proj = nn.Linear(20, 23)
+        self.lm_head = nn.Linear(23, 37, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.lm_head(torch.tanh(self.q_proj(self.norm(self.embed_tokens(tokens)))))
+        return nn.functional.cross_entropy(hidden[:-1], tokens[1:])
+
+
+def build(policy: CieraPolicy | None) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.manual_seed(0)
+    model = Tiny()
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model.q_proj, mp_policy=precision)
+    fully_shard(model, mp_policy=precision, reshard_after_forward=True)
+    if policy is not None:
+        attach(model, policy)
+    return model
+
+
+def train(
+    model: nn.Module, rank: int, num_steps: int, lr: float = 1e-3, num_micro_batches: int = 1
+) -> list[torch.Tensor]:
+    """-> losses and parameters, bits to compare."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    generator = torch.Generator().manual_seed(rank)
+    seen = []
+    for _ in range(num_steps):
+        for _ in range(num_micro_batches):
+            loss = model(torch.randint(37, (11,), generator=generator))
+            loss.backward()
+            seen.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+        try:
+            settle_sizes(model)
+        except Exception as error:
+            if "no module of" not in str(error):
+                raise
+    return [*seen, *(parameter.to_local().detach().clone() for parameter in model.parameters())]  # type: ignore[attr-defined]
+
+
+def with_fake_cuda() -> Any:
+    from fake_cuda.bridge import FakeCuda
+
+    warnings.simplefilter("ignore")
+    return FakeCuda(check_races=False)
+
+
+def equal_bits(rank: int, world_size: int, policy: CieraPolicy) -> tuple[list[str], dict[str, int]]:
+    fake = with_fake_cuda()
+    expected = train(build(None), rank, 4)
+    model = build(policy)
+    found = train(model, rank, 4)
+    assert all(map(torch.equal, found, expected)), [torch.equal(*pair) for pair in zip(found, expected, strict=True)]
+    report = stats(model)
+    assert report.cache_bytes > 0
+    return [launch.kernel for launch in fake.launches], report.gathers_by_phase
+
+
+def train_with(policy: CieraPolicy) -> None:
+    for kernels, phases in run_ranks(equal_bits, 3, policy, timeout_s=280):
+        for kind in ("cold", "first", "repeat"):
+            assert sum(count for phase, count in phases.items() if phase.startswith(kind)), phases
+        needed = {
+            "value_delta": {"scan_bf16", "compact_bf16", "apply_bf16"},
+            "exponent_block": {"hash_bf16", "split_bf16", "merge_bf16", "take_blocks_bf16", "put_blocks"},
+        }[policy.codecs[0]]
+        assert needed <= set(kernels), set(kernels)
+
+
+@pytest.mark.parametrize("policy", [VALUE_DELTA, EXPONENT_BLOCK], ids=lambda policy: policy.codecs[0])
+def test_training_equals_stock_fsdp2(policy: CieraPolicy) -> None:
+    run_with_fake_cuda(train_with, policy, env=CUDA)
+
+
+def write_on_rank_1(model: nn.Module, rank: int) -> None:
+    if rank == 1:
+        for parameter in model.parameters():
+            parameter.data.to_local().mul_(1.25)  # type: ignore[attr-defined]
+
+
+def disturbances(rank: int, world_size: int) -> list[str]:
+    """What users do between gathers. -> which kinds of gathers came after each."""
+    with_fake_cuda()
+    model = build(VALUE_DELTA)
+    train(model, rank, 2)
+    found = []
+
+    def phases_of(step: Any) -> str:
+        before = stats(model).gathers_by_phase
+        step()
+        after = stats(model).gathers_by_phase
+        return " ".join(sorted({kind.partition("/")[0] for kind in after if after[kind] > before.get(kind, 0)}))
+
+    write_on_rank_1(model, rank)  # after they were settled: noticed on the device, told at the next settling
+    loss = model(torch.arange(11))
+    loss.backward()
+    with pytest.raises(CieraDesyncError, match=r"ranks \[1\]") as raised:
+        settle_sizes(model)
+    assert "module 'q_proj'" in str(raised.value)
+    found.append(phases_of(lambda: train(model, rank, 2)))  # plain, then from scratch
+    if rank == 1:
+        invalidate(model)
+    found.append(phases_of(lambda: train(model, rank, 2)))  # as settled, then from scratch on all ranks
+    settle_sizes(model)
+    settle_sizes(model)  # what was compressed ahead is never gathered
+    found.append(phases_of(lambda: train(model, rank, 1)))
+    expected = [p.to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+    loss = model(torch.arange(11))
+    detach(model)
+    assert torch.equal(model(torch.arange(11)), loss)
+    assert all(map(torch.equal, (p.to_local() for p in model.parameters()), expected))  # type: ignore[attr-defined]
+    return found
+
+
+def disturb() -> None:
+    for found in run_ranks(disturbances, 2, timeout_s=280):
+        assert found == ["cold plain repeat", "cold first repeat", "cold repeat"], found
+
+
+def test_whatever_users_do_between_gathers() -> None:
+    run_with_fake_cuda(disturb, env=CUDA)
+
+
+def corrupted(rank: int, world_size: int) -> None:
+    with_fake_cuda()
+    from fsdp_ciera import device_stream
+
+    model = build(VALUE_DELTA)
+    train(model, rank, 3, lr=1e-2)
+    real = device_stream.all_gather_flat
+
+    def damaging(output: torch.Tensor, local: torch.Tensor, group: Any, async_op: bool) -> Any:
+        done = real(output, local, group, async_op)
+        if rank == 0 and output.dtype == torch.uint8 and len(output) > 2 * len(local) - 1:
+            output.view(2, -1)[1].fill_(255)  # every bit of the bitmap, and every move an escape
+        return done
+
+    device_stream.all_gather_flat = damaging  # type: ignore[attr-defined]
+    model(torch.arange(11)).backward()
+    device_stream.all_gather_flat = real  # type: ignore[attr-defined]
+    with pytest.raises(CieraDesyncError, match=r"ranks \[0\]"):
+        settle_sizes(model)
+
+
+def corrupt() -> None:
+    run_ranks(corrupted, 2, timeout_s=280)
+
+
+def test_a_damaged_payload_is_told_on_all_ranks() -> None:
+    run_with_fake_cuda(corrupt, env=CUDA)
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    with_fake_cuda()
+    notes = []
+    for policy in (
+        CieraPolicy(),
+        CieraPolicy(codecs=("value_delta",), topology="hierarchical", ranks_per_node=1),
+        CieraPolicy(codecs=("exponent_delta",)),
+        CieraPolicy(codecs=("value_delta",), verify="every"),
+    ):
+        model = build(policy)
+        train(model, rank, 1)
+        notes.append(" | ".join(stats(model).notes))
+    return notes
+
+
+def refuse() -> None:
+    for found in run_ranks(refusals, 2, timeout_s=280):
+        several, hierarchical, unknown, verify = found
+        assert "name one codec" in several
+        assert "exponent_delta cannot run" in unknown
+        assert "verify=" in verify
+        assert not hierarchical or "flat" in hierarchical
+
+
+def test_what_cannot_run_there_is_said() -> None:
+    run_with_fake_cuda(refuse, env=CUDA)
