@@ -30,6 +30,7 @@ from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.device_codecs import DEVICE_CODECS
 from fsdp_ciera.device_stream import DeviceStream
 from fsdp_ciera.exchange import Outcome, Result, exchange_payloads
+from fsdp_ciera.kernels import nvcomp
 from fsdp_ciera.kernels.dispatch import VARIABLE, chosen_for, kernels_of
 from fsdp_ciera.layout import Layout, build_layout
 from fsdp_ciera.planner import Cohort, plan_for
@@ -324,6 +325,9 @@ class CieraAllGather(AllGather):
             return None
         if layout.is_raw:
             return None
+        why_uncoded = nvcomp.why_not_available()
+        if why_uncoded is not None:
+            self._counts.note(f"nothing is entropy-coded: {why_uncoded}")
         return DeviceStream(module, self.policy, layout, group, cut, local.device)
 
     def _note(self, text: str) -> None:

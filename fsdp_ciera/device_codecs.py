@@ -2,11 +2,12 @@
 
     count       Hash: what changed in the own shard -> counts, on the device. They are exchanged, and the host reads those of
                 all ranks once for all groups (fsdp_ciera.device_stream); from them it knows every size of every payload
-    compress    Cmp: the parts of the payload, side by side, each from a multiple of `ALIGNMENT` bytes on
+    compress    Cmp: the parts of the payload, side by side, each from a multiple of 16 bytes on
     decompress  Decmp: a peer's parts -> its shard, bit for bit
 
-The same caches as on CPU (fsdp_ciera.codecs) and other payloads: nothing is entropy-coded, changes are named by bitmaps, and
-sizes travel ahead. Described in docs/wire-format.md. A first gather without caches goes raw and is kept (`seed`).
+The same caches as on CPU (fsdp_ciera.codecs) and other payloads: changes are named by bitmaps, sizes travel ahead, and parts
+are entropy-coded elsewhere (fsdp_ciera.device_coder). Described in docs/wire-format.md. A first gather without caches goes
+raw and is kept (`seed`).
 
 [Note: Damage] What a payload says is never trusted with memory: kernels check positions against the sizes that travelled
 ahead, leave alone what does not fit, and set a flag on the device. Test: test_device_gather.py, a damaged payload.
@@ -25,19 +26,14 @@ from fsdp_ciera.kernels.changes import BYTE_ESCAPE
 from fsdp_ciera.kernels.formats import FORMATS, packed_bytes
 from fsdp_ciera.kernels.reference import pack_bits, unpack_bits
 
-ALIGNMENT = 16
-
-
-def aligned(num_bytes: int) -> int:
-    """Rounded up to where the next part of a payload may begin."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
 
 class DeviceCodec(ABC):
     """Codec and state of one run on one rank, as `fsdp_ciera.codecs.RunCodec`; tensors are [num_values] of `dtype` on a GPU."""
 
     name: ClassVar[str]
     num_counts: ClassVar[int] = 0
+    coded_parts: ClassVar[tuple[int, ...]] = ()
+    """Numbers of the parts that are worth entropy-coding."""
 
     def __init__(
         self, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int, device: torch.device
@@ -110,6 +106,7 @@ class DeviceValueDelta(DeviceCodec):
 
     name: ClassVar[str] = "value_delta"
     num_counts: ClassVar[int] = 2  # changed values, literals
+    coded_parts: ClassVar[tuple[int, ...]] = (0, 1)
 
     def __init__(
         self, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int, device: torch.device
@@ -172,6 +169,7 @@ class DeviceExponentBlock(DeviceCodec):
 
     name: ClassVar[str] = "exponent_block"
     num_counts: ClassVar[int] = 2  # changed blocks, and whether the last block is one of them
+    coded_parts: ClassVar[tuple[int, ...]] = (2,)
 
     def __init__(
         self, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int, device: torch.device

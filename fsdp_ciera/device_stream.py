@@ -25,9 +25,11 @@ from torch.profiler import record_function
 
 from fsdp_ciera._compat import all_gather_flat
 from fsdp_ciera.codecs import CODECS
-from fsdp_ciera.device_codecs import DEVICE_CODECS, aligned
+from fsdp_ciera.device_codecs import DEVICE_CODECS
+from fsdp_ciera.device_coder import Part, PartCoder, choose, part_coder
 from fsdp_ciera.errors import CieraDesyncError
 from fsdp_ciera.handshake import check_same
+from fsdp_ciera.kernels import nvcomp
 from fsdp_ciera.kernels.dispatch import kernels_of
 from fsdp_ciera.layout import Layout
 from fsdp_ciera.policy import CieraPolicy
@@ -46,6 +48,8 @@ class DeviceEpoch:
 
     counts: list[list[list[int]]]
     """By rank and run."""
+    parts: list[list[list[Part]]]
+    """By rank and run: what is stored in the first gather's payloads."""
     checksums: list[int]
     """Of each rank's shard."""
     own_checksum: torch.Tensor
@@ -54,6 +58,10 @@ class DeviceEpoch:
     """Whether the first gather goes raw, and fills the caches."""
     payload: torch.Tensor | None = None
     """What was compressed ahead, until it is sent."""
+    coded: dict[tuple[int, int], nvcomp.Coded] = field(default_factory=dict)
+    """By run and part, between coding and storing."""
+    places: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+    """By rank, run and part: `PartCoder.places` of the coded ones."""
     settled: torch.cuda.Event | None = None
     num_gathers: int = 0
 
@@ -130,12 +138,66 @@ class DeviceStream:
         """
         bases, checksums = numbers[:, 0].tolist(), numbers[:, 2].tolist()
         counts = [self._by_run(row) for row in numbers[:, _HEADER_COUNTS:].tolist()]
-        epoch = DeviceEpoch(counts, checksums, own[2:3], any(base == _NO_BASE or base != bases[0] for base in bases))
+        is_cold = any(base == _NO_BASE or base != bases[0] for base in bases)
+        epoch = DeviceEpoch(counts, [self._parts(row) for row in counts], checksums, own[2:3], is_cold)
         if epoch.is_cold:
             self._drop()
         else:
-            epoch.payload = self._compress(local, counts[self.rank], max(map(self._payload_bytes, counts)))
+            epoch.payload = self._compress(local, counts[self.rank], self._payload_bytes(epoch.parts[self.rank]))
         return epoch
+
+    def places_to_code(self, rank: int) -> list[tuple[int, int, int]]:
+        """Run, part and number of chunks of each part that a rank codes, in order: known to all from the counts."""
+        epoch = self.epoch
+        assert epoch is not None
+        found = []
+        for run, codec in enumerate(self.codecs if not epoch.is_cold else ()):
+            for part in codec.coded_parts:
+                num_chunks = PartCoder.num_chunks(epoch.parts[rank][run][part].num_bytes)
+                if num_chunks:
+                    found.append((run, part, num_chunks))
+        return found
+
+    def code(self, coder: PartCoder) -> list[torch.Tensor]:
+        """Codes the large parts of the payload -> int64 [chunks] each, the coded bytes, on the device."""
+        epoch = self.epoch
+        assert epoch is not None
+        sizes = []
+        for run, part, _ in self.places_to_code(self.rank):
+            assert epoch.payload is not None
+            view = self._views(epoch.payload, epoch.parts[self.rank])[run][part]
+            epoch.coded[run, part] = coder.encode(view)
+            sizes.append(epoch.coded[run, part].chunk_bytes)
+        return sizes
+
+    def store(self, coder: PartCoder, chunk_bytes: Sequence[list[int]]) -> None:
+        """`chunk_bytes` of each rank, in the order of `places_to_code` -> the payload as it will be sent."""
+        epoch = self.epoch
+        assert epoch is not None
+        uncoded = epoch.parts[self.rank]
+        epoch.parts = [list(map(list, parts)) for parts in epoch.parts]
+        for rank, sizes in enumerate(chunk_bytes):
+            start = 0
+            for run, part, num_chunks in self.places_to_code(rank):
+                stored = choose(epoch.parts[rank][run][part].num_bytes, sizes[start : start + num_chunks])
+                epoch.parts[rank][run][part] = stored
+                if stored.chunk_bytes and rank != self.rank:
+                    epoch.places[rank, run, part] = coder.places(stored, self.device)
+                start += num_chunks
+        if epoch.payload is None:
+            return
+        parts = epoch.parts[self.rank]
+        payload = torch.empty(self._payload_bytes(parts), dtype=torch.uint8, device=self.device)
+        for run, (sources, targets) in enumerate(
+            zip(self._views(epoch.payload, uncoded), self._views(payload, parts), strict=True)
+        ):
+            for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
+                if parts[run][number].chunk_bytes:
+                    coder.store(epoch.coded[run, number], parts[run][number], target)
+                else:
+                    target.copy_(source)
+        epoch.payload = payload
+        epoch.coded.clear()
 
     def gather(self, output: torch.Tensor, local: torch.Tensor) -> Sent:
         """One gather of the epoch: fills the other ranks' slots of `output` [world_size, num_values]. Waits for nothing.
@@ -156,10 +218,13 @@ class DeviceStream:
             payload_bytes = sum(sent)
         else:
             kind = "first" if is_first else "repeat"
-            counts = epoch.counts if is_first else [[[0] * codec.num_counts for codec in self.codecs]] * self.world_size
-            payload_bytes = max(map(self._payload_bytes, counts))
-            self._exchange(output, local, counts, payload_bytes, epoch.payload if is_first else None)
-            sent = [sum(map(aligned, parts)) for parts in self._parts(counts[self.rank])]
+            counts, parts = epoch.counts, epoch.parts
+            if not is_first:
+                counts = [[[0] * codec.num_counts for codec in self.codecs]] * self.world_size
+                parts = [self._parts(counts[0])] * self.world_size
+            payload_bytes = max(map(self._payload_bytes, parts))
+            self._exchange(output, local, counts, parts, payload_bytes)
+            sent = [sum(part.stored_bytes for part in of_run) for of_run in parts[self.rank]]
         epoch.payload = None
         epoch.num_gathers += 1
         self.sequence += 1
@@ -181,13 +246,12 @@ class DeviceStream:
         output: torch.Tensor,
         local: torch.Tensor,
         counts: list[list[list[int]]],
+        parts: list[list[list[Part]]],
         payload_bytes: int,
-        payload: torch.Tensor | None,
     ) -> None:
         payloads = torch.empty(self.world_size, payload_bytes, dtype=torch.uint8, device=self.device)
         if payload_bytes:
-            if payload is None:
-                payload = self._compress(local, counts[self.rank], payload_bytes)
+            payload = self._padded(local, counts[self.rank], payload_bytes)
             with record_function("Ciera::AllGather"):
                 all_gather_flat(payloads.view(-1), payload, self.group, async_op=False)
             _record_use(payload)
@@ -196,34 +260,61 @@ class DeviceStream:
                 if rank == self.rank:
                     continue
                 peer = rank - (rank > self.rank)
-                views = self._views(payloads[rank], counts[rank])
-                for run, codec, own, parts in zip(self.layout.runs, self.codecs, counts[rank], views, strict=True):
-                    codec.decompress(peer, own, parts, output[rank, run.start : run.stop], self.damage)
+                views = self._decoded(rank, self._views(payloads[rank], parts[rank]), parts[rank])
+                for run, codec, own, received in zip(self.layout.runs, self.codecs, counts[rank], views, strict=True):
+                    codec.decompress(peer, own, received, output[rank, run.start : run.stop], self.damage)
+
+    def _padded(self, local: torch.Tensor, counts: list[list[int]], payload_bytes: int) -> torch.Tensor:
+        """What this rank sends, uint8 [payload_bytes]; what is behind its own parts is whatever was there."""
+        assert self.epoch is not None
+        settled = self.epoch.payload
+        if settled is None:
+            return self._compress(local, counts, payload_bytes)
+        if len(settled) == payload_bytes:
+            return settled
+        payload = torch.empty(payload_bytes, dtype=torch.uint8, device=self.device)
+        payload[: len(settled)].copy_(settled)
+        _record_use(settled)
+        return payload
+
+    def _decoded(self, rank: int, views: list[list[torch.Tensor]], parts: list[list[Part]]) -> list[list[torch.Tensor]]:
+        """The parts of a received payload, those that are coded decoded."""
+        assert self.epoch is not None
+        for run, of_run in enumerate(parts):
+            for number, part in enumerate(of_run):
+                if part.chunk_bytes:
+                    coder = part_coder()
+                    assert coder is not None
+                    places = self.epoch.places[rank, run, number]
+                    _record_use(places)
+                    views[run][number] = coder.decode(views[run][number], part, places, self.damage)
+        return views
 
     def _compress(self, local: torch.Tensor, counts: list[list[int]], payload_bytes: int) -> torch.Tensor:
-        """Cmp -> uint8 [payload_bytes]; what is behind the own parts is whatever was there."""
+        """Cmp -> uint8 [payload_bytes], uncoded."""
         payload = torch.empty(payload_bytes, dtype=torch.uint8, device=self.device)
         with record_function("Ciera::Cmp"):
-            views = self._views(payload, counts)
+            views = self._views(payload, self._parts(counts))
             for run, codec, own, parts in zip(self.layout.runs, self.codecs, counts, views, strict=True):
                 codec.compress(local[run.start : run.stop], own, parts)
         return payload
 
-    def _parts(self, counts: list[list[int]]) -> list[tuple[int, ...]]:
-        return [codec.part_bytes(own) for codec, own in zip(self.codecs, counts, strict=True)]
+    def _parts(self, counts: list[list[int]]) -> list[list[Part]]:
+        return [list(map(Part, codec.part_bytes(own))) for codec, own in zip(self.codecs, counts, strict=True)]
 
-    def _payload_bytes(self, counts: list[list[int]]) -> int:
-        return sum(aligned(part) for parts in self._parts(counts) for part in parts)
+    def _payload_bytes(self, parts: list[list[Part]]) -> int:
+        return sum(part.stored_bytes for of_run in parts for part in of_run)
 
-    def _views(self, payload: torch.Tensor, counts: list[list[int]]) -> list[list[torch.Tensor]]:
+    def _views(self, payload: torch.Tensor, parts: list[list[Part]]) -> list[list[torch.Tensor]]:
         """By run: each part's place in a payload."""
         views, start = [], 0
-        for parts in self._parts(counts):
-            of_run = []
-            for num_bytes in parts:
-                of_run.append(payload[start : start + num_bytes])
-                start += aligned(num_bytes)
-            views.append(of_run)
+        for of_run in parts:
+            found = []
+            for part in of_run:
+                end = part.stored_bytes if part.chunk_bytes else part.num_bytes
+                found.append(payload[start : start + end])
+                start += part.stored_bytes
+            views.append(found)
         return views
 
     def _by_run(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -248,7 +339,13 @@ def settle_on_device(shards: Sequence[tuple[DeviceStream, torch.Tensor]], group:
     then all caches are dropped.
     """
     streams = [stream for stream, _ in shards]
-    descriptor = {"module": "settle_sizes", "group_size": group.size(), "groups": [one.descriptor for one in streams]}
+    coder = part_coder()
+    descriptor = {
+        "module": "settle_sizes",
+        "group_size": group.size(),
+        "groups": [one.descriptor for one in streams],
+        "nvCOMP version": None if coder is None else coder.version,
+    }
     check_same(descriptor, group)
     for stream in streams:
         _wait_for(stream.last_gather, stream.device)
@@ -265,11 +362,42 @@ def settle_on_device(shards: Sequence[tuple[DeviceStream, torch.Tensor]], group:
     _check_damage([(stream, column[:, 1].tolist()) for stream, column, _, _ in columns])
     for stream, column, row, (_, local) in columns:
         stream.epoch = stream.settle(column, local, row)
+    num_bytes = len(own) * _NUMBER_BYTES
+    if coder is not None:
+        num_bytes += _code(streams, coder, group)
     settled = _event(own.device)
     for stream in streams:
         assert stream.epoch is not None
         stream.epoch.settled = settled
-    return (group.size() - 1) * len(own) * _NUMBER_BYTES
+    return (group.size() - 1) * num_bytes
+
+
+def _code(streams: Sequence[DeviceStream], coder: PartCoder, group: dist.ProcessGroup) -> int:
+    """Entropy-codes what is worth it, and tells all ranks the sizes of all chunks. -> bytes that this rank told each peer."""
+    widths = [
+        [sum(num_chunks for *_, num_chunks in stream.places_to_code(rank)) for stream in streams]
+        for rank in range(group.size())
+    ]
+    longest = max(map(sum, widths))
+    if not longest:
+        return 0
+    with record_function("Ciera::Cmp"):
+        own = torch.cat([sizes for stream in streams for sizes in stream.code(coder)] or [_no_sizes(streams[0].device)])
+    told = torch.zeros(longest, dtype=torch.int64, device=streams[0].device)
+    told[: len(own)] = own
+    everyones = torch.empty(group.size(), longest, dtype=torch.int64, device=told.device)
+    all_gather_flat(everyones.view(-1), told, group, async_op=False)
+    rows = everyones.tolist()  # the host waits here
+    starts = [0] * group.size()
+    for number, stream in enumerate(streams):
+        sizes = [row[start : start + width[number]] for row, start, width in zip(rows, starts, widths, strict=True)]
+        starts = [start + width[number] for start, width in zip(starts, widths, strict=True)]
+        stream.store(coder, sizes)
+    return longest * _NUMBER_BYTES
+
+
+def _no_sizes(device: torch.device) -> torch.Tensor:
+    return torch.zeros(0, dtype=torch.int64, device=device)
 
 
 def _check_damage(found: Sequence[tuple[DeviceStream, Sequence[int]]]) -> None:

@@ -27,6 +27,9 @@ class Form:
     """0: all values are large."""
     small_escape: int = BYTE_ESCAPE
 
+    def __post_init__(self) -> None:
+        assert not (self.everywhere and self.boundary), "values are told apart by size only where some have no move"
+
 
 @dataclass(frozen=True)
 class Changes:

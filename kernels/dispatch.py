@@ -74,7 +74,7 @@ def kernels_of(tensor: torch.Tensor) -> Kernels:
 def chosen_for(device: torch.device) -> str:
     """The name of the implementation that serves on a device."""
     forced = os.environ.get(VARIABLE)
-    if forced is None:
+    if not forced:
         return _REGISTRY.default_for(device)
     if forced not in _IMPLEMENTATIONS:
         raise CieraPolicyError(f"{VARIABLE} is {forced!r}; it may be {' or '.join(map(repr, _IMPLEMENTATIONS))}")

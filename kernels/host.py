@@ -66,6 +66,10 @@ _ARGUMENTS = {
 _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "u": ctypes.c_uint32, "i": ctypes.c_int, "t": ctypes.c_int}
 
 
+_NO_BITS = torch.zeros(1, dtype=torch.uint8)
+"""Stands for a bitmap of no bytes, whose pointer would be null, which means that there is no bitmap."""
+
+
 class _Caller:
     """Looks functions up by name: the types of their arguments are told once for each."""
 
@@ -154,12 +158,13 @@ def apply_changes(
 ) -> Used:
     """See reference.apply_changes."""
     form, small, bits = received.form, received.small_bits, received.bits
+    num_bytes = [0 if one is None else len(one) for one in (small, bits)]
+    small, bits = (one if one is None or len(one) else _NO_BITS for one in (small, bits))
     counts = np.empty(4, np.int64)
     _call(
         "apply", "byte" if fmt is None else fmt.name, _pointer(values), len(values), form.boundary, _pointer(small),
-        0 if small is None else len(small), _pointer(bits), 0 if bits is None else len(bits), form.small_escape,
-        form.escape, _pointer(received.small_moves), _pointer(received.moves), _pointer(received.literals), _pointer(out),
-        counts.ctypes.data, torch.get_num_threads(),
+        num_bytes[0], _pointer(bits), num_bytes[1], form.small_escape, form.escape, _pointer(received.small_moves),
+        _pointer(received.moves), _pointer(received.literals), _pointer(out), counts.ctypes.data, torch.get_num_threads(),
     )  # fmt: skip
     return Used(*counts.tolist())
 

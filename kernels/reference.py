@@ -49,7 +49,7 @@ def splitmix64(words: torch.Tensor) -> torch.Tensor:
     """SplitMix64's finaliser on int64 words (as unsigned). Source: Steele, Lea, Flood, OOPSLA 2014 [paper: 22, 23].
 
     >>> splitmix64(torch.tensor([0, 1, 2, 3]))[1].item() & 0xFFFFFFFF
-    487589349
+    269157861
     """
     words = (words ^ _shift_right(words, 30)).mul_(_signed(MIX_FACTORS[0]))
     words = (words ^ _shift_right(words, 27)).mul_(_signed(MIX_FACTORS[1]))
@@ -314,7 +314,7 @@ def apply_changes(
             if fmt is not None:
                 is_literal = symbols == escape
                 count = int(is_literal.sum())
-                moved[is_literal] = received.literals[num_literals : num_literals + count]
+                moved[is_literal] = _integers(received.literals)[num_literals : num_literals + count]
                 num_literals += count
             fresh[places] = moved
         words[chunk] = fresh

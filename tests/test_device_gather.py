@@ -6,9 +6,13 @@ interpreter. Streams and events are not part of it.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import warnings
+import zlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +20,9 @@ from torch import nn
 from fake_cuda import run_with_fake_cuda
 from fsdp_ciera import CieraDesyncError, CieraPolicy, attach, detach, invalidate, settle_sizes, stats
 from fsdp_ciera.kernels.dispatch import VARIABLE
+from fsdp_ciera.kernels.nvcomp import Alignments
 from ranks import run_ranks
+from test_nvcomp import FakeNvcomp, bytes_at, ints, words
 
 CUDA = {VARIABLE: "cuda"}
 VALUE_DELTA = CieraPolicy(codecs=("value_delta",))
@@ -211,3 +217,77 @@ def refuse() -> None:
 
 def test_what_cannot_run_there_is_said() -> None:
     run_with_fake_cuda(refuse, env=CUDA)
+
+
+class ZlibNvcomp(FakeNvcomp):
+    """Codes chunks with zlib: sizes differ, and incompressible chunks become larger."""
+
+    def answer_CompressGetRequiredAlignments(self, options: Any, alignments: int) -> None:
+        Alignments.from_address(alignments).__init__(16, 16, 1)  # type: ignore[misc]
+
+    answer_DecompressGetRequiredAlignments = answer_CompressGetRequiredAlignments
+
+    def answer_CompressGetMaxOutputChunkSize(self, chunk_bytes: int, options: Any, most: int) -> None:
+        ctypes.c_size_t.from_address(most).value = 2 * chunk_bytes
+
+    def answer_CompressGetTempSize(self, *args: Any) -> None:
+        ctypes.c_size_t.from_address(args[3]).value = 1
+
+    answer_DecompressGetTempSize = answer_CompressGetTempSize
+
+    def answer_CompressAsync(self, *args: Any) -> None:
+        pointers, sizes, _, num_chunks, _, _, outputs, out_sizes, _, statuses, _ = args
+        for i in range(num_chunks):
+            coded = zlib.compress(bytes(bytes_at(words(pointers, num_chunks)[i], words(sizes, num_chunks)[i])))
+            bytes_at(words(outputs, num_chunks)[i], len(coded))[:] = np.frombuffer(coded, np.uint8)
+            words(out_sizes, num_chunks)[i] = len(coded)
+            ints(statuses, num_chunks)[i] = 0
+
+    def answer_DecompressAsync(self, *args: Any) -> None:
+        pointers, sizes, _, out_sizes, num_chunks, _, _, outputs, _, statuses, _ = args
+        for i in range(num_chunks):
+            address = words(pointers, num_chunks)[i]
+            assert address % 16 == 0
+            try:
+                data = zlib.decompress(bytes(bytes_at(address, words(sizes, num_chunks)[i])))
+            except zlib.error:
+                ints(statuses, num_chunks)[i] = 13
+                continue
+            bytes_at(words(outputs, num_chunks)[i], len(data))[:] = np.frombuffer(data, np.uint8)
+            words(out_sizes, num_chunks)[i] = len(data)
+            ints(statuses, num_chunks)[i] = 0
+
+
+def coded_bits(rank: int, world_size: int) -> None:
+    with_fake_cuda()
+    from fsdp_ciera import device_coder
+    from fsdp_ciera.kernels import launch, nvcomp
+
+    expected = train(build(None), rank, 4)
+    sent = {}
+    for coding in (False, True):
+        if coding:
+            device_coder.LEAST_BYTES, nvcomp.CHUNK_BYTES = 40, 64
+            nvcomp.ans = functools.cache(lambda: nvcomp.Ans(ZlibNvcomp()))
+            nvcomp.why_not_available = lambda: None
+            nvcomp.current_place = launch.current_place  # the stand-in's
+        for policy in (VALUE_DELTA, EXPONENT_BLOCK):
+            model = build(policy)
+            found = train(model, rank, 4)
+            assert all(map(torch.equal, found, expected)), (coding, policy.codecs)
+            report = stats(model)
+            sent[coding, policy.codecs] = sum(
+                sizes.wire_bytes for phase, sizes in report.by_phase.items() if phase.startswith("first")
+            )
+            if not coding:
+                assert any("entropy-coded" in note for note in report.notes)
+    for policy in (VALUE_DELTA, EXPONENT_BLOCK):
+        assert sent[True, policy.codecs] < sent[False, policy.codecs], sent
+
+
+def code() -> None:
+    run_ranks(coded_bits, 2, timeout_s=280)
+
+
+def test_coded_parts_equal_stock_fsdp2_in_fewer_bytes() -> None:
+    run_with_fake_cuda(code, env=CUDA)

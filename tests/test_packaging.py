@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -37,6 +38,10 @@ def test_wheel_holds_every_room(tmp_path: Path) -> None:
     ):
         for source in (ROOT / folder).glob("*.py"):
             assert f"fsdp_ciera/{package}{source.name}" in names
+    for native in (ROOT / "kernels" / "native").iterdir():
+        assert f"fsdp_ciera/kernels/native/{native.name}" in names
+    assert "fsdp_ciera/kernels/ptx/ciera_compute_80.ptx" in names
+    assert any(name.startswith("fsdp_ciera/kernels/_host") for name in names) or shutil.which("g++") is None
     for recipe in (ROOT / "recipes").glob("*.toml"):
         assert f"fsdp_ciera/recipes/{recipe.name}" in names
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"fsdp_ciera"}
