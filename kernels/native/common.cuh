@@ -74,6 +74,16 @@ __device__ __forceinline__ void load_tile(T* tile, const T* __restrict__ from, i
   }
 }
 
+// A plain store of a vector: nvcc takes it apart where another branch stores the same registers one by one.
+template <class Vector>
+__device__ __forceinline__ void store_vector(Vector* to, const Vector& value) {
+#ifdef __CUDA_ARCH__
+  __stwb(to, value);
+#else
+  *to = value;
+#endif
+}
+
 // `tile` [N] -> `to`, the first `left` of them.
 template <int N, class T>
 __device__ __forceinline__ void store_tile(const T* tile, T* __restrict__ to, i64 left) {
@@ -81,11 +91,11 @@ __device__ __forceinline__ void store_tile(const T* tile, T* __restrict__ to, i6
   if (left >= N && num_bytes % 16 == 0 && is_aligned(to, 16)) {
     uint4* vectors = reinterpret_cast<uint4*>(to);
     CIERA_UNROLL
-    for (int i = 0; i < num_bytes / 16; i++) vectors[i] = reinterpret_cast<const uint4*>(tile)[i];
+    for (int i = 0; i < num_bytes / 16; i++) store_vector(vectors + i, reinterpret_cast<const uint4*>(tile)[i]);
   } else if (left >= N && num_bytes % 8 == 0 && is_aligned(to, 8)) {
     uint2* vectors = reinterpret_cast<uint2*>(to);
     CIERA_UNROLL
-    for (int i = 0; i < num_bytes / 8; i++) vectors[i] = reinterpret_cast<const uint2*>(tile)[i];
+    for (int i = 0; i < num_bytes / 8; i++) store_vector(vectors + i, reinterpret_cast<const uint2*>(tile)[i]);
   } else {
     CIERA_UNROLL
     for (int i = 0; i < N; i++)

@@ -170,8 +170,8 @@ __device__ __forceinline__ void compact(const typename F::Word* fresh, typename 
   const u32 before_this = sum_before(counts, warp_sums, total);
   if (!bits) return;
   const i64 first_move = changes_up_to[cta_number()] - (total & 0xffff) + (before_this & 0xffff);
-  const i64 first_literal = literals_up_to[cta_number()] - (total >> 16) + (before_this >> 16);
-  compact_tile<F>(now, before, bits, escape, moves + first_move, literals + first_literal);
+  if (has_literals<F>()) literals += literals_up_to[cta_number()] - (total >> 16) + (before_this >> 16);
+  compact_tile<F>(now, before, bits, escape, moves + first_move, literals);
   store_tile<kTile>(now, last + start, left);
 }
 
@@ -217,7 +217,7 @@ __device__ __forceinline__ void apply(typename F::Word* values, i64 n, u32 escap
   const u32 changes_before = sum_before(__popc(bits), warp_changes, num_changes);
   const i64 first_move = changes_up_to[cta_number()] - num_changes + changes_before;
   if (first_move < 0 || first_move + __popc(bits) > num_moves) {
-    if (bits) *damage = 1;
+    if (bits) atomicOr(damage, 1u);
     bits = 0;
   }
   if (has_literals<F>()) {
@@ -225,7 +225,7 @@ __device__ __forceinline__ void apply(typename F::Word* values, i64 n, u32 escap
     const u32 escapes_before = sum_before(escapes, warp_escapes, num_escapes);
     const i64 first_literal = literals_up_to[cta_number()] - num_escapes + escapes_before;
     if (escapes && (first_literal < 0 || first_literal + escapes > num_literals)) {
-      *damage = 1;
+      atomicOr(damage, 1u);
       bits = 0;
     }
     literals += first_literal;
@@ -292,6 +292,8 @@ __device__ __forceinline__ void checksum(const u8* bytes, i64 stride, i64 num_by
 using namespace ciera;
 
 #define CIERA_KERNEL extern "C" __global__ void __launch_bounds__(kThreads)
+// Six CTAs on an SM at once, so up to 40 registers: left alone, ptxas aims at eight and spills.
+#define CIERA_LARGE_KERNEL extern "C" __global__ void __launch_bounds__(kThreads, 6)
 
 #define CIERA_FORMAT_KERNELS(F)                                                                                         \
   CIERA_KERNEL split_##F(const F::Word* values, i64 n, u8* exponents, u8* low, u8* top) {                               \
@@ -317,7 +319,7 @@ using namespace ciera;
                               const i64* changes_up_to, const i64* literals_up_to, u8* moves, F::Word* literals) {      \
     compact<F>(fresh, last, n, escape, bitmap, changes_up_to, literals_up_to, moves, literals);                         \
   }                                                                                                                     \
-  CIERA_KERNEL apply_##name(F::Word* values, i64 n, u32 escape, const u8* bitmap, const i64* changes_up_to,             \
+  CIERA_LARGE_KERNEL apply_##name(F::Word* values, i64 n, u32 escape, const u8* bitmap, const i64* changes_up_to,       \
                             const i64* literals_up_to, const u8* moves, i64 num_moves, const F::Word* literals,         \
                             i64 num_literals, F::Word* out, u32* damage) {                                              \
     apply<F>(values, n, escape, bitmap, changes_up_to, literals_up_to, moves, num_moves, literals, num_literals, out,   \

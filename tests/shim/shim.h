@@ -521,3 +521,8 @@ template <class T>
 T atomicAdd(T* sum, T value) {
   return __atomic_fetch_add(sum, value, __ATOMIC_RELAXED);
 }
+
+template <class T>
+T atomicOr(T* bits, T value) {
+  return __atomic_fetch_or(bits, value, __ATOMIC_RELAXED);
+}
