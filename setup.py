@@ -10,7 +10,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import CompileError
+from setuptools.errors import CompileError, LinkError
 
 NATIVE = Path("kernels/native")
 HEADERS = sorted(str(path) for pattern in ("*.cuh", "*.hpp") for path in NATIVE.glob(pattern))
@@ -32,7 +32,7 @@ class BuildHost(build_ext):
         """One of the two, or the error of the second."""
         try:
             super().build_extension(ext)
-        except CompileError:
+        except (CompileError, LinkError):
             ext.extra_compile_args.remove("-fopenmp")
             ext.extra_link_args.remove("-fopenmp")
             super().build_extension(ext)

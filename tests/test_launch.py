@@ -284,7 +284,7 @@ def refused_in_child(ptx: bytes) -> None:
     refused("no kernel is called shrink: there are affine", name="shrink")
     refused("2048 threads a block: it takes at most 1024", values, out, 1, 0, 5, threads=2048)
     refused("kernel affine, .1, 1. blocks of 0 threads", values, out, 1, 0, 5, threads=0)
-    refused("kernel affine, -1 blocks", values, out, 1, 0, 5, blocks=-1)
+    refused("kernel affine, .-1, 1. blocks", values, out, 1, 0, 5, blocks=-1)
 
 
 def test_wrong_arguments_are_refused(ptx: bytes) -> None:
