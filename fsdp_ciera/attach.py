@@ -21,7 +21,8 @@ from fsdp_ciera._compat import (
     torch_fully_shard,
 )
 from fsdp_ciera.collective import CieraAllGather
-from fsdp_ciera.device_stream import DeviceStream, settle_on_device
+from fsdp_ciera.device_settle import settle_on_device
+from fsdp_ciera.device_stream import DeviceStream
 from fsdp_ciera.errors import CieraConflictError, CieraPolicyError
 from fsdp_ciera.policy import CieraPolicy
 from fsdp_ciera.sizes import settle_ahead
@@ -133,6 +134,10 @@ def settle_sizes(model: nn.Module) -> int:
     that are gathered now, or that are sent raw are left out, and so are the backward gathers of
     `reshard_after_forward=<int>`. Whoever changes weights afterwards need not call it again: the next gather notices, on all
     ranks, and settles its own sizes (in full when it is the first one after this call).
+
+    On CUDA gathers are compressed only after this call, and until weights change again: whoever changes them afterwards
+    (an optimizer step, `load_state_dict`) must call it again before the next forward, or gets a `CieraDesyncError` some
+    gathers later (see `fsdp_ciera.device_stream`, [Note: Told ahead]). The host waits here, and in no gather.
 
     Returns the number of groups settled. Memory: the encoded shards of all groups until their first gather (for
     `value_delta` what changed; for the other codecs about half of this rank's shard of the model). Raises on all ranks

@@ -163,6 +163,9 @@ class CieraAllGather(AllGather):
         """
         found = gather_input(self.param_group) if self._streams or self._device_streams else None
         if found is None:
+            for on_device in self._device_streams.values():
+                if on_device is not None:
+                    on_device.end_epoch()
             return None
         group, local = found
         key = (group.group_name, local.dtype, local.numel())

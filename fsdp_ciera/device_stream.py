@@ -1,14 +1,13 @@
-"""Gathers on CUDA: sizes are settled once per optimizer step, and then no gather waits for the device.
+"""What one rank remembers about one stream of gathers on CUDA, and the gathers, which wait for nothing.
 
-    settle_on_device   Hash of all groups -> counts of all ranks, in one exchange that the host reads -> Cmp of all groups;
-                       each group's stream gets a `DeviceEpoch`
-    DeviceStream       what one rank remembers about one stream of gathers; `gather` sends and decodes as the epoch says
-
-A gather whose sizes were not settled runs as in stock FSDP2, and leaves all caches as they are.
+fsdp_ciera.device_settle settles sizes once per optimizer step: Hash and Cmp of all groups; each group's stream then has a
+`DeviceEpoch`, and `DeviceStream.gather` sends and decodes as it says. A gather whose sizes were not settled runs as in stock
+FSDP2, and leaves all caches as they are.
 
 [Note: Told ahead] What was counted must be what is sent. A gather compares its shard's checksum with the settled one on the
-device; where they differ, or a payload is damaged, a flag stays on the device until the next `settle_sizes`, which every rank
-then leaves with the same `CieraDesyncError`. Test: test_device_gather.py, weights changed behind our back.
+device; where they differ, or a payload is damaged, it sets a flag. The rank raises `CieraDesyncError` some gathers later
+(fsdp_ciera.device_watch), and all ranks together in the next `settle_sizes`. Test: test_device_gather.py, weights changed
+behind our back.
 
 [Note: Order of streams] `settle_sizes` runs on the caller's stream, gathers on FSDP2's. Events order the two in both
 directions; what a gather did not allocate itself is recorded on its stream before it may be freed.
@@ -27,8 +26,7 @@ from fsdp_ciera._compat import all_gather_flat
 from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.device_codecs import DEVICE_CODECS
 from fsdp_ciera.device_coder import Part, PartCoder, choose, part_coder
-from fsdp_ciera.errors import CieraDesyncError
-from fsdp_ciera.handshake import check_same
+from fsdp_ciera.device_watch import DamageWatch
 from fsdp_ciera.kernels import nvcomp
 from fsdp_ciera.kernels.dispatch import kernels_of
 from fsdp_ciera.layout import Layout
@@ -38,7 +36,6 @@ from fsdp_ciera.topology import Cut
 from fsdp_ciera.wire import base_of
 
 _HEADER_COUNTS = 3  # base, damage, checksum; before the counts of a stream's runs
-_NUMBER_BYTES = 8
 _NO_BASE = -(1 << 63)  # bases are unsigned, int64 is not
 
 
@@ -92,6 +89,7 @@ class DeviceStream:
     """Whether the caches are dropped at the next `settle_sizes`."""
     sequence: int = 0
     last_gather: torch.cuda.Event | None = None
+    watch: DamageWatch = field(default_factory=DamageWatch)
     damage: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -117,6 +115,13 @@ class DeviceStream:
     def forget(self) -> None:
         """Drops the caches at the next `settle_sizes`: until then what was settled is sent as it was told."""
         self.is_forgotten = True
+
+    def end_epoch(self) -> None:
+        """Gathers are plain from now on. What is launched next on this stream comes after the last one."""
+        wait_for(self.last_gather, self.device)
+        if self.epoch is not None and not self.epoch.num_gathers:
+            self.forget()  # compressed ahead of a gather that never came: peers do not have that state
+        self.epoch = None
 
     def count(self, local: torch.Tensor) -> torch.Tensor:
         """Hash of all runs of the own shard -> int64 [num_counts] on the device."""
@@ -207,7 +212,8 @@ class DeviceStream:
         """
         epoch = self.epoch
         assert epoch is not None
-        _wait_for(epoch.settled, self.device)
+        self.watch.look()
+        wait_for(epoch.settled, self.device)
         checksum = kernels_of(local).checksum(local.view(1, -1))
         self.damage |= (checksum != epoch.own_checksum).to(torch.int32)  # See [Note: Told ahead]
         is_first = epoch.num_gathers == 0
@@ -229,7 +235,8 @@ class DeviceStream:
         epoch.num_gathers += 1
         self.sequence += 1
         self.base = base_of(self.sequence, epoch.checksums) if is_first else self.base
-        self.last_gather = _event(self.device)
+        self.watch.tell(self.module, self.damage)
+        self.last_gather = event_of(self.device)
         return Sent(kind, sent, payload_bytes)
 
     def _gather_raw(self, output: torch.Tensor, local: torch.Tensor) -> None:
@@ -330,93 +337,7 @@ class DeviceStream:
             codec.forget()
 
 
-def settle_on_device(shards: Sequence[tuple[DeviceStream, torch.Tensor]], group: dist.ProcessGroup) -> int:
-    """Settles several streams of one process group at once; each gets a `DeviceEpoch`. -> bytes sent to the peers.
-
-    `shards` holds each stream with this rank's shard [num_values], in the same order on all ranks. Collective over `group`;
-    waits for the device. Raises, on all ranks together, `CieraMismatchError` where they settle different streams, and
-    `CieraDesyncError` where a gather since the last time sent something else than was settled, or a payload was damaged:
-    then all caches are dropped.
-    """
-    streams = [stream for stream, _ in shards]
-    coder = part_coder()
-    descriptor = {
-        "module": "settle_sizes",
-        "group_size": group.size(),
-        "groups": [one.descriptor for one in streams],
-        "nvCOMP version": None if coder is None else coder.version,
-    }
-    check_same(descriptor, group)
-    for stream in streams:
-        _wait_for(stream.last_gather, stream.device)
-        if stream.epoch is not None and not stream.epoch.num_gathers:
-            stream.forget()  # compressed ahead of a gather that never came: peers do not have that state
-        stream.epoch = None
-    with record_function("Ciera::Hash"):
-        own = torch.cat([stream.count(local) for stream, local in shards])
-    everyones = torch.empty(group.size(), len(own), dtype=torch.int64, device=own.device)
-    all_gather_flat(everyones.view(-1), own, group, async_op=False)
-    numbers = everyones.cpu()  # the host waits here
-    widths = [stream.num_counts for stream in streams]
-    columns = list(zip(streams, torch.split(numbers, widths, dim=1), torch.split(own, widths), shards, strict=True))
-    _check_damage([(stream, column[:, 1].tolist()) for stream, column, _, _ in columns])
-    for stream, column, row, (_, local) in columns:
-        stream.epoch = stream.settle(column, local, row)
-    num_bytes = len(own) * _NUMBER_BYTES
-    if coder is not None:
-        num_bytes += _code(streams, coder, group)
-    settled = _event(own.device)
-    for stream in streams:
-        assert stream.epoch is not None
-        stream.epoch.settled = settled
-    return (group.size() - 1) * num_bytes
-
-
-def _code(streams: Sequence[DeviceStream], coder: PartCoder, group: dist.ProcessGroup) -> int:
-    """Entropy-codes what is worth it, and tells all ranks the sizes of all chunks. -> bytes that this rank told each peer."""
-    widths = [
-        [sum(num_chunks for *_, num_chunks in stream.places_to_code(rank)) for stream in streams]
-        for rank in range(group.size())
-    ]
-    longest = max(map(sum, widths))
-    if not longest:
-        return 0
-    with record_function("Ciera::Cmp"):
-        own = torch.cat([sizes for stream in streams for sizes in stream.code(coder)] or [_no_sizes(streams[0].device)])
-    told = torch.zeros(longest, dtype=torch.int64, device=streams[0].device)
-    told[: len(own)] = own
-    everyones = torch.empty(group.size(), longest, dtype=torch.int64, device=told.device)
-    all_gather_flat(everyones.view(-1), told, group, async_op=False)
-    rows = everyones.tolist()  # the host waits here
-    starts = [0] * group.size()
-    for number, stream in enumerate(streams):
-        sizes = [row[start : start + width[number]] for row, start, width in zip(rows, starts, widths, strict=True)]
-        starts = [start + width[number] for start, width in zip(starts, widths, strict=True)]
-        stream.store(coder, sizes)
-    return longest * _NUMBER_BYTES
-
-
-def _no_sizes(device: torch.device) -> torch.Tensor:
-    return torch.zeros(0, dtype=torch.int64, device=device)
-
-
-def _check_damage(found: Sequence[tuple[DeviceStream, Sequence[int]]]) -> None:
-    """See [Note: Told ahead]."""
-    damaged = [(stream, [rank for rank, flag in enumerate(flags) if flag]) for stream, flags in found if any(flags)]
-    if not damaged:
-        return
-    for stream, _ in found:
-        stream.forget()
-        stream.damage.zero_()
-    where = "; ".join(f"module {stream.module!r} on ranks {ranks}" for stream, ranks in damaged)
-    raise CieraDesyncError(
-        f"since settle_sizes was called last, weights changed before they were gathered, or a payload was damaged: {where}. "
-        "What was computed with them is wrong. Call settle_sizes(model) after the last change of the weights and before the "
-        "next forward; fsdp_ciera.detach(model) goes on with stock FSDP2"
-    )
-
-
-def _event(device: torch.device) -> torch.cuda.Event | None:
+def event_of(device: torch.device) -> torch.cuda.Event | None:
     """What was launched so far on the current stream. See [Note: Order of streams]."""
     if device.type != "cuda":
         return None
@@ -425,7 +346,7 @@ def _event(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-def _wait_for(event: torch.cuda.Event | None, device: torch.device) -> None:
+def wait_for(event: torch.cuda.Event | None, device: torch.device) -> None:
     """What is launched from now on comes after the event; the host does not wait."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from fake_cuda import run_with_fake_cuda
 from fsdp_ciera import CieraDesyncError, CieraPolicy, attach, detach, invalidate, settle_sizes, stats
@@ -132,13 +133,23 @@ def disturbances(rank: int, world_size: int) -> list[str]:
         after = stats(model).gathers_by_phase
         return " ".join(sorted({kind.partition("/")[0] for kind in after if after[kind] > before.get(kind, 0)}))
 
-    write_on_rank_1(model, rank)  # after they were settled: noticed on the device, told at the next settling
-    loss = model(torch.arange(11))
-    loss.backward()
+    write_on_rank_1(model, rank)  # after they were settled: told on all ranks at the next settling
+    model.unshard()
+    model.reshard()
     with pytest.raises(CieraDesyncError, match=r"ranks \[1\]") as raised:
         settle_sizes(model)
-    assert "module 'q_proj'" in str(raised.value)
+    assert "module 'FSDPTiny'" in str(raised.value)
     found.append(phases_of(lambda: train(model, rank, 2)))  # plain, then from scratch
+    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+    with pytest.raises(CieraDesyncError, match="Call settle_sizes"):  # on all ranks: told by the next group's gather
+        model(torch.arange(11))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    with pytest.raises(CieraDesyncError, match=r"ranks \[0, 1\]"):
+        settle_sizes(model)
+    settle_sizes(model)
+    found.append(phases_of(lambda: train(model, rank, 1)))
     if rank == 1:
         invalidate(model)
     found.append(phases_of(lambda: train(model, rank, 2)))  # as settled, then from scratch on all ranks
@@ -155,7 +166,7 @@ def disturbances(rank: int, world_size: int) -> list[str]:
 
 def disturb() -> None:
     for found in run_ranks(disturbances, 2, timeout_s=280):
-        assert found == ["cold plain repeat", "cold first repeat", "cold repeat"], found
+        assert found == ["cold plain repeat", "cold repeat", "cold first repeat", "cold repeat"], found
 
 
 def test_whatever_users_do_between_gathers() -> None:
@@ -177,7 +188,8 @@ def corrupted(rank: int, world_size: int) -> None:
         return done
 
     device_stream.all_gather_flat = damaging  # type: ignore[attr-defined]
-    model(torch.arange(11)).backward()
+    model.unshard()  # type: ignore[operator]
+    model.reshard()  # type: ignore[operator]
     device_stream.all_gather_flat = real  # type: ignore[attr-defined]
     with pytest.raises(CieraDesyncError, match=r"ranks \[0\]"):
         settle_sizes(model)
