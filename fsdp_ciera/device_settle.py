@@ -58,6 +58,7 @@ def settle_on_device(shards: Sequence[tuple[DeviceStream, torch.Tensor]], group:
     for stream in streams:
         assert stream.epoch is not None
         stream.epoch.settled, stream.watch = settled, watch
+        watch.tell(stream.module, stream.damage)  # pinned memory is made here: making it may wait
     return (group.size() - 1) * num_bytes
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fake_cuda import run_with_fake_cuda
 from fsdp_ciera import CieraDesyncError, CieraPolicy, attach, detach, invalidate, settle_sizes, stats
@@ -112,6 +113,57 @@ def train_with(policy: CieraPolicy) -> None:
 @pytest.mark.parametrize("policy", [VALUE_DELTA, EXPONENT_BLOCK], ids=lambda policy: policy.codecs[0])
 def test_training_equals_stock_fsdp2(policy: CieraPolicy) -> None:
     run_with_fake_cuda(train_with, policy, env=CUDA)
+
+
+class Ops(TorchDispatchMode):
+    """Names of the torch operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+WAITING_OPS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "index", "unique", "item"}
+"""On a GPU the host waits in these, since they need a number from it."""
+
+
+def waiting_ops(rank: int, world_size: int, policy: CieraPolicy) -> tuple[set[str], set[str]]:
+    """Those of a control, and those of settled gathers."""
+    with_fake_cuda()
+    from fsdp_ciera import collective
+    from fsdp_ciera.device_watch import DamageWatch
+
+    model = build(policy)
+    train(model, rank, 2)
+    control, gathered = Ops(), Ops()
+    real = collective.DeviceStream.gather
+
+    def watched(stream: Any, output: torch.Tensor, local: torch.Tensor) -> Any:
+        with gathered:
+            return real(stream, output, local)
+
+    collective.DeviceStream.gather = watched  # type: ignore[method-assign]
+    DamageWatch.look = lambda self: None  # type: ignore[method-assign]  # it reads memory of the host
+    train(model, rank, 2, num_micro_batches=2)
+    with control:
+        int(torch.ones(3).nonzero().sum())
+    assert len(gathered.names) > 5
+    return control.names & WAITING_OPS, gathered.names & WAITING_OPS
+
+
+def wait_for_nothing(policy: CieraPolicy) -> None:
+    for in_control, in_gathers in run_ranks(waiting_ops, 2, policy, timeout_s=280):
+        assert in_control == {"nonzero", "_local_scalar_dense"}
+        assert not in_gathers
+
+
+@pytest.mark.parametrize("policy", [VALUE_DELTA, EXPONENT_BLOCK], ids=lambda policy: policy.codecs[0])
+def test_no_gather_asks_the_device_for_a_number(policy: CieraPolicy) -> None:
+    run_with_fake_cuda(wait_for_nothing, policy, env=CUDA)
 
 
 def write_on_rank_1(model: nn.Module, rank: int) -> None:

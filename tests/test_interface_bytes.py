@@ -134,7 +134,7 @@ else:
     received, seconds = results[0].stdout.split()
     assert int(received) == num_bytes
     assert num_bytes * 8 / 1e6 / float(seconds) / megabits_per_second < 1.05  # no lower bound: machines are shared
-    assert num_bytes < counted[1].tx < 1.01 * num_bytes
+    assert num_bytes < counted[1].tx < 1.05 * num_bytes  # what the full queue drops is sent again
 
 
 def test_an_exception_leaves_nothing_behind(namespaces: None) -> None:
