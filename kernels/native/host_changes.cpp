@@ -118,7 +118,7 @@ struct Found {  // of a piece
   i64 num_small, num_small_changed, num_changed, num_literals;
 };
 
-// See ciera_find. `changed` and `small` are bitmaps of the piece; literals are the small values' first, then the large ones'.
+// See find. `changed` and `small` are bitmaps of the piece; literals are the small values' first, then the large ones'.
 template <class F>
 CIERA_TILE Found find_piece(const typename F::Word* fresh, typename F::Word* last, i64 count, typename F::Word limit,
                             u8* changed, u8* small, Moved of_small, Moved of_large, typename F::Word* literals) {
@@ -197,7 +197,7 @@ CIERA_TILE u64 spread(u64 bits, u64 among) {
   return placed;
 }
 
-// See ciera_apply. The readers stand where the piece begins; `is_small` holds a bit for each of its values.
+// See apply. The readers stand where the piece begins; `is_small` holds a bit for each of its values.
 template <class F>
 CIERA_TILE void apply_piece(typename F::Word* values, i64 count, BitReader small, BitReader large, Received<F> of_small,
                             Received<F> of_large, const u64* is_small) {
@@ -223,6 +223,17 @@ CIERA_TILE void apply_piece(typename F::Word* values, i64 count, BitReader small
 template <class F>
 CIERA_TILE void apply_all_piece(typename F::Word* values, i64 count, Received<F> all) {
   for (i64 i = 0; i < count; i++) all.move(values[i]);
+}
+
+// Which of up to kPiece values are small, a bit each; gives how many.
+template <class Word>
+CIERA_TILE i64 look_piece(const Word* values, i64 count, Word limit, u64* is_small) {
+  i64 num_small = 0;
+  for (i64 start = 0; start < count; start += 64) {
+    is_small[start / 64] = small_word(values + start, limit, least(count - start, 64));
+    num_small += __builtin_popcountll(is_small[start / 64]);
+  }
+  return num_small;
 }
 
 CIERA_CLONES i64 count_bits(BitReader bits, i64 count) {
@@ -287,24 +298,6 @@ CIERA_CLONES i64 gather_bits(const u8* bitmap, const u8* among, u64 flip, i64 co
   return base;
 }
 
-}  // namespace
-
-CIERA_API i64 ciera_gaps_of_bits(const u8* bitmap, const u8* among, int flip, i64 count, u8* gaps) {
-  return gaps_of_bits(bitmap, among, flip ? ~0ull : 0, count, gaps);
-}
-CIERA_API i64 ciera_bits_of_gaps(const u8* gaps, i64 num_gaps, i64 count, u8* bitmap) {
-  return bits_of_gaps(gaps, num_gaps, count, bitmap);
-}
-CIERA_API i64 ciera_gather_bits(const u8* bitmap, const u8* among, int flip, i64 count, u8* out) {
-  return gather_bits(bitmap, among, flip ? ~0ull : 0, count, out);
-}
-CIERA_API i64 ciera_count_bits(const u8* bitmap, i64 count) {
-  return count_bits({bitmap, packed_bytes(count, 1), 0}, count);
-}
-CIERA_API i64 ciera_count_bytes(const u8* bytes, i64 count, int wanted) { return count_bytes(bytes, count, (u8)wanted); }
-
-namespace {
-
 struct Start {  // what there was before a piece
   i64 small, small_moves, moves, literals, small_literals_here;
 };
@@ -320,120 +313,155 @@ void close_up(T* array, const std::vector<Found>& found, i64 range, Count count)
   }
 }
 
-}  // namespace
+// ---- what runs in clones, see [Note: Clones]; told apart by their first argument
 
-// ciera_find: values [n] against `last` [n], which becomes equal to them. Writes the bitmap `changed` and, where `small` is
-// given, which values were small, moves and literals (room for n of each; `changed` null: a move for every value).
-// counts: small values, changed small values, changed values, literals.
-//
-// ciera_apply: the inverse on `values` [n], which it also copies to `out` where given. `large` null: a move for every value;
-// `small` null: all are large. Bits of `small` and `large` are counted among small and large values. The caller has checked
-// that there are as many moves as bits and as many literals as escapes, and compares `counts` afterwards: small values, small
-// moves, large moves and literals that were used.
-#define CIERA_CHANGES(F, name)                                                                                          \
-  CIERA_CLONES static Found find_##name(const F::Word* fresh, F::Word* last, i64 count, F::Word limit, u8* changed,     \
-                                        u8* small, Moved of_small, Moved of_large, F::Word* literals) {                 \
+#define CIERA_CHANGE_CLONES(F)                                                                                          \
+  CIERA_CLONES Found find_clone(F, const F::Word* fresh, F::Word* last, i64 count, F::Word limit, u8* changed,          \
+                                u8* small, Moved of_small, Moved of_large, F::Word* literals) {                         \
     if (changed) return find_piece<F>(fresh, last, count, limit, changed, small, of_small, of_large, literals);         \
     return {0, 0, count, find_all_piece<F>(fresh, last, count, of_large, literals)};                                    \
   }                                                                                                                     \
-  CIERA_CLONES static i64 look_##name(const F::Word* values, i64 count, F::Word limit, u64* is_small) {                 \
-    i64 num_small = 0;                                                                                                  \
-    for (i64 start = 0; start < count; start += 64) {                                                                   \
-      is_small[start / 64] = small_word(values + start, limit, least(count - start, 64));                               \
-      num_small += __builtin_popcountll(is_small[start / 64]);                                                          \
-    }                                                                                                                   \
-    return num_small;                                                                                                   \
+  CIERA_CLONES i64 look_clone(F, const F::Word* values, i64 count, F::Word limit, u64* is_small) {                      \
+    return look_piece(values, count, limit, is_small);                                                                  \
   }                                                                                                                     \
-  CIERA_CLONES static void apply_##name(F::Word* values, i64 count, BitReader small, BitReader large,                   \
-                                        Received<F> of_small, Received<F> of_large, const u64* is_small, F::Word* out) {\
+  CIERA_CLONES void apply_clone(F, F::Word* values, i64 count, BitReader small, BitReader large, Received<F> of_small,  \
+                                Received<F> of_large, const u64* is_small) {                                            \
     if (large.bitmap) {                                                                                                 \
       apply_piece<F>(values, count, small, large, of_small, of_large, is_small);                                        \
     } else {                                                                                                            \
       apply_all_piece<F>(values, count, of_large);                                                                      \
     }                                                                                                                   \
-    if (out) memcpy(out, values, count * sizeof(F::Word));                                                              \
-  }                                                                                                                     \
+  }
+
+CIERA_CHANGE_CLONES(bf16)
+CIERA_CHANGE_CLONES(fp16)
+CIERA_CHANGE_CLONES(fp32)
+CIERA_CHANGE_CLONES(ciera::byte)
+
+// ---- whole runs
+
+// Values [n] against `last` [n], which becomes equal to them. Writes the bitmap `changed` and, where `small` is given, which
+// values were small, moves and literals (room for n of each; `changed` null: a move for every value).
+// counts: small values, changed small values, changed values, literals.
+template <class F>
+void find(const typename F::Word* fresh, typename F::Word* last, i64 n, u32 boundary, u32 small_escape, u32 escape,
+          u8* changed, u8* small, u8* small_moves, u8* moves, typename F::Word* literals, i64* counts, int threads) {
+  const typename F::Word limit = limit_of<F>(boundary);
+  const i64 num_pieces = (n + kPiece - 1) / kPiece;  // a thread has a range of pieces: little of the room is touched
+  const i64 num_ranges = least(num_pieces, threads);
+  const i64 range = num_ranges ? (num_pieces + num_ranges - 1) / num_ranges * kPiece : kPiece;
+  std::vector<Found> found(num_ranges, Found{0, 0, 0, 0});
+  for_each(num_ranges, threads, [&](i64 k) {
+    Found& sum = found[k];
+    const i64 first = k * range, end = least(n, first + range);
+    for (i64 start = first; start < end; start += kPiece) {
+      const Moved of_small = {small_escape, small ? small_moves + first + sum.num_small_changed : nullptr};
+      const Moved of_large = {escape, moves + first + sum.num_changed - sum.num_small_changed};
+      const Found one = find_clone(F(), fresh + start, last + start, least(end - start, kPiece), limit,
+                                   changed ? changed + start / 8 : nullptr, small ? small + start / 8 : nullptr, of_small,
+                                   of_large, literals ? literals + first + sum.num_literals : nullptr);
+      sum.num_small += one.num_small;
+      sum.num_small_changed += one.num_small_changed;
+      sum.num_changed += one.num_changed;
+      sum.num_literals += one.num_literals;
+    }
+  });
+  close_up(small_moves, found, range, [](const Found& one) { return one.num_small_changed; });
+  close_up(moves, found, range, [](const Found& one) { return one.num_changed - one.num_small_changed; });
+  close_up(literals, found, range, [](const Found& one) { return one.num_literals; });
+  for (int k = 0; k < 4; k++) counts[k] = 0;
+  for (const Found& one : found) {
+    counts[0] += one.num_small;
+    counts[1] += one.num_small_changed;
+    counts[2] += one.num_changed;
+    counts[3] += one.num_literals;
+  }
+}
+
+// The inverse on `values` [n], which it also copies to `out` where given. `large` null: a move for every value; `small` null:
+// all are large. Bits of `small` and `large` are counted among small and large values. The caller has checked that there are
+// as many moves as bits and as many literals as escapes, and compares `counts` afterwards: small values, small moves,
+// large moves and literals that were used.
+template <class F>
+void apply(typename F::Word* values, i64 n, u32 boundary, const u8* small, i64 small_bytes, const u8* large,
+           i64 large_bytes, u32 small_escape, u32 escape, const u8* small_moves, const u8* moves,
+           const typename F::Word* literals, typename F::Word* out, i64* counts, int threads) {
+  const i64 num_pieces = (n + kPiece - 1) / kPiece;
+  const typename F::Word limit = limit_of<F>(boundary);
+  std::vector<Start> starts(num_pieces + 1, Start{0, 0, 0, 0, 0});
+  std::vector<u64> is_small(small ? num_pieces * (kPiece / 64) : 0);
+  const auto look = [&](i64 piece, i64 start, i64 count) {
+    starts[piece + 1].small = small ? look_clone(F(), values + start, count, limit, &is_small[start / 64]) : 0;
+  };
+  const auto add_up = [&](i64 piece, i64 start, i64 count) {
+    Start& at = starts[piece];
+    Start& next = starts[piece + 1];
+    const i64 num_small = next.small;
+    const i64 in_small = small ? count_bits({small, small_bytes, at.small}, num_small) : 0;
+    const i64 in_large = large ? count_bits({large, large_bytes, start - at.small}, count - num_small) : count;
+    i64 in_literals = 0;
+    if (has_literals<F>()) {
+      if (small) at.small_literals_here = count_bytes(small_moves + at.small_moves, in_small, (u8)small_escape);
+      in_literals = at.small_literals_here + count_bytes(moves + at.moves, in_large, (u8)escape);
+    }
+    next = {at.small + num_small, at.small_moves + in_small, at.moves + in_large, at.literals + in_literals, 0};
+  };
+  const auto run = [&](i64 piece, i64 start, i64 count) {
+    const Start& at = starts[piece];
+    const Received<F> of_small = {small_escape, small_moves + at.small_moves, literals + at.literals};
+    const Received<F> of_large = {escape, moves + at.moves, literals + at.literals + at.small_literals_here};
+    apply_clone(F(), values + start, count, {small, small_bytes, at.small}, {large, large_bytes, start - at.small},
+                of_small, of_large, small ? &is_small[start / 64] : nullptr);
+    if (out) memcpy(out + start, values + start, count * sizeof(typename F::Word));
+  };
+  if (threads == 1) {  // one pass over memory: a piece is counted and moved while it is in the cache
+    for_pieces(n, 1, [&](i64 piece, i64 start, i64 count) {
+      look(piece, start, count);
+      add_up(piece, start, count);
+      run(piece, start, count);
+    });
+  } else {
+    if (small) for_pieces(n, threads, look);
+    for_pieces(n, 1, add_up);
+    for_pieces(n, threads, run);
+  }
+  const Start& end = starts[num_pieces];
+  counts[0] = end.small, counts[1] = end.small_moves, counts[2] = end.moves, counts[3] = end.literals;
+}
+
+}  // namespace
+
+// The functions that host.py calls, for each format.
+#define CIERA_CHANGES(F, name)                                                                                          \
   CIERA_API void ciera_find_##name(const F::Word* fresh, F::Word* last, i64 n, u32 boundary, u32 small_escape,          \
                                    u32 escape, u8* changed, u8* small, u8* small_moves, u8* moves, F::Word* literals,   \
                                    i64* counts, int threads) {                                                          \
-    const i64 num_pieces = (n + kPiece - 1) / kPiece; /* a thread has a range of pieces: little of the room is touched */\
-    const i64 num_ranges = least(num_pieces, threads);                                                                  \
-    const i64 range = num_ranges ? (num_pieces + num_ranges - 1) / num_ranges * kPiece : kPiece;                        \
-    std::vector<Found> found(num_ranges, Found{0, 0, 0, 0});                                                            \
-    for_each(num_ranges, threads, [&](i64 k) {                                                                          \
-      Found& sum = found[k];                                                                                            \
-      const i64 first = k * range, end = least(n, first + range);                                                       \
-      for (i64 start = first; start < end; start += kPiece) {                                                           \
-        const i64 num_large = sum.num_changed - sum.num_small_changed;                                                  \
-        const Found one = find_##name(fresh + start, last + start, least(end - start, kPiece), limit_of<F>(boundary),   \
-                                      changed ? changed + start / 8 : nullptr, small ? small + start / 8 : nullptr,     \
-                                      {small_escape, small ? small_moves + first + sum.num_small_changed : nullptr},    \
-                                      {escape, moves + first + num_large},                                              \
-                                      literals ? literals + first + sum.num_literals : nullptr);                        \
-        sum.num_small += one.num_small;                                                                                 \
-        sum.num_small_changed += one.num_small_changed;                                                                 \
-        sum.num_changed += one.num_changed;                                                                             \
-        sum.num_literals += one.num_literals;                                                                           \
-      }                                                                                                                 \
-    });                                                                                                                 \
-    close_up(small_moves, found, range, [](const Found& one) { return one.num_small_changed; });                        \
-    close_up(moves, found, range, [](const Found& one) { return one.num_changed - one.num_small_changed; });            \
-    close_up(literals, found, range, [](const Found& one) { return one.num_literals; });                                \
-    for (int k = 0; k < 4; k++) counts[k] = 0;                                                                          \
-    for (const Found& one : found) {                                                                                    \
-      counts[0] += one.num_small;                                                                                       \
-      counts[1] += one.num_small_changed;                                                                               \
-      counts[2] += one.num_changed;                                                                                     \
-      counts[3] += one.num_literals;                                                                                    \
-    }                                                                                                                   \
+    find<F>(fresh, last, n, boundary, small_escape, escape, changed, small, small_moves, moves, literals, counts,       \
+            threads);                                                                                                   \
   }                                                                                                                     \
   CIERA_API void ciera_apply_##name(F::Word* values, i64 n, u32 boundary, const u8* small, i64 small_bytes,             \
-                                    const u8* large, i64 large_bytes, u32 small_escape, u32 escape, u8* small_moves,    \
-                                    u8* moves, const F::Word* literals, F::Word* out, i64* counts, int threads) {       \
-    const i64 num_pieces = (n + kPiece - 1) / kPiece;                                                                   \
-    const F::Word limit = limit_of<F>(boundary);                                                                        \
-    std::vector<Start> starts(num_pieces + 1, Start{0, 0, 0, 0, 0});                                                    \
-    std::vector<u64> is_small(small ? num_pieces * (kPiece / 64) : 0);                                                  \
-    const auto look = [&](i64 piece, i64 start, i64 count) {                                                            \
-      starts[piece + 1].small = small ? look_##name(values + start, count, limit, &is_small[start / 64]) : 0;           \
-    };                                                                                                                  \
-    const auto add_up = [&](i64 piece, i64 start, i64 count) {                                                          \
-      Start& at = starts[piece];                                                                                        \
-      Start& next = starts[piece + 1];                                                                                  \
-      const i64 num_small = next.small;                                                                                 \
-      const i64 in_small = small ? count_bits({small, small_bytes, at.small}, num_small) : 0;                           \
-      const i64 in_large = large ? count_bits({large, large_bytes, start - at.small}, count - num_small) : count;       \
-      i64 in_literals = 0;                                                                                              \
-      if (has_literals<F>()) {                                                                                          \
-        if (small) at.small_literals_here = count_bytes(small_moves + at.small_moves, in_small, (u8)small_escape);      \
-        in_literals = at.small_literals_here + count_bytes(moves + at.moves, in_large, (u8)escape);                     \
-      }                                                                                                                 \
-      next = {at.small + num_small, at.small_moves + in_small, at.moves + in_large, at.literals + in_literals, 0};      \
-    };                                                                                                                  \
-    const auto run = [&](i64 piece, i64 start, i64 count) {                                                             \
-      const Start& at = starts[piece];                                                                                  \
-      const F::Word* of_small = literals + at.literals;                                                                 \
-      apply_##name(values + start, count, {small, small_bytes, at.small}, {large, large_bytes, start - at.small},       \
-                   {small_escape, small_moves + at.small_moves, of_small},                                              \
-                   {escape, moves + at.moves, of_small + at.small_literals_here},                                       \
-                   small ? &is_small[start / 64] : nullptr, out ? out + start : nullptr);                               \
-    };                                                                                                                  \
-    if (threads == 1) { /* one pass over memory: a piece is counted and moved while it is in the cache */               \
-      for_pieces(n, 1, [&](i64 piece, i64 start, i64 count) {                                                           \
-        look(piece, start, count);                                                                                      \
-        add_up(piece, start, count);                                                                                    \
-        run(piece, start, count);                                                                                       \
-      });                                                                                                               \
-    } else {                                                                                                            \
-      if (small) for_pieces(n, threads, look);                                                                          \
-      for_pieces(n, 1, add_up);                                                                                         \
-      for_pieces(n, threads, run);                                                                                      \
-    }                                                                                                                   \
-    const Start& end = starts[num_pieces];                                                                              \
-    counts[0] = end.small, counts[1] = end.small_moves, counts[2] = end.moves, counts[3] = end.literals;                \
+                                    const u8* large, i64 large_bytes, u32 small_escape, u32 escape,                     \
+                                    const u8* small_moves, const u8* moves, const F::Word* literals, F::Word* out,      \
+                                    i64* counts, int threads) {                                                         \
+    apply<F>(values, n, boundary, small, small_bytes, large, large_bytes, small_escape, escape, small_moves, moves,     \
+             literals, out, counts, threads);                                                                           \
   }
 
 CIERA_CHANGES(bf16, bf16)
 CIERA_CHANGES(fp16, fp16)
 CIERA_CHANGES(fp32, fp32)
 CIERA_CHANGES(ciera::byte, byte)
+
+CIERA_API i64 ciera_gaps_of_bits(const u8* bitmap, const u8* among, int flip, i64 count, u8* gaps) {
+  return gaps_of_bits(bitmap, among, flip ? ~0ull : 0, count, gaps);
+}
+CIERA_API i64 ciera_bits_of_gaps(const u8* gaps, i64 num_gaps, i64 count, u8* bitmap) {
+  return bits_of_gaps(gaps, num_gaps, count, bitmap);
+}
+CIERA_API i64 ciera_gather_bits(const u8* bitmap, const u8* among, int flip, i64 count, u8* out) {
+  return gather_bits(bitmap, among, flip ? ~0ull : 0, count, out);
+}
+CIERA_API i64 ciera_count_bits(const u8* bitmap, i64 count) {
+  return count_bits({bitmap, packed_bytes(count, 1), 0}, count);
+}
+CIERA_API i64 ciera_count_bytes(const u8* bytes, i64 count, int wanted) { return count_bytes(bytes, count, (u8)wanted); }
