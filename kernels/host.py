@@ -22,7 +22,6 @@ from fsdp_ciera.kernels.memory import empty_tensor, zeros_tensor
 from fsdp_ciera.kernels.reference import GAP_ESCAPE
 
 FOLDER = Path(__file__).parent
-SOURCES = ("native/host_planes.cpp", "native/host_changes.cpp")
 
 
 def source_digest(folder: Path) -> str:

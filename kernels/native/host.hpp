@@ -1,4 +1,4 @@
-// What the host build's files share. See host_planes.cpp and host_changes.cpp.
+// What the host build's files share: host_planes.cpp, host_changes.cpp, host_bits.cpp.
 //
 // The host build is the fast path on CPU: the tile functions over tiles in memory, spread over OpenMP threads a piece at a
 // time. It is compiled when the package is installed (setup.py) and called through ctypes (host.py).

@@ -2,22 +2,11 @@
 //
 // The values of a run may be told apart in *small* and large ones by their last exponents (docs/wire-format.md); then each
 // of the two has its own moves, and changed positions are counted among its own values.
-#include "host.hpp"
+#include "host_bits.hpp"
 
 using namespace ciera;
 
 namespace {
-
-// 64 bytes of 0 or 1 -> as many bits, the first lowest.
-CIERA_TILE u64 bits_of_bytes(const u8* bytes) {
-  u64 bits = 0;
-  for (int group = 0; group < 8; group++) {
-    u64 eight;
-    memcpy(&eight, bytes + 8 * group, 8);
-    bits |= (eight * 0x0102040810204080ull >> 56) << (8 * group);  // the product has the eight side by side on top
-  }
-  return bits;
-}
 
 // For up to 64 values: whether they differ. Bytes first, since such loops become vector code.
 template <class Word>
@@ -51,46 +40,6 @@ template <>
 u8 limit_of<ciera::byte>(u32) {
   return 0;
 }
-
-// A bitmap as words of 64; bits behind `count` values are 0.
-CIERA_TILE u64 load_word(const u8* bitmap, i64 start, i64 count) {
-  u64 bits = 0;
-  if (count - start >= 64) {
-    memcpy(&bits, bitmap + start / 8, 8);
-    return bits;
-  }
-  memcpy(&bits, bitmap + start / 8, packed_bytes(count - start, 1));
-  return bits & ((1ull << (count - start)) - 1);
-}
-CIERA_TILE void store_word(u64 bits, u8* bitmap, i64 start, i64 count) {
-  memcpy(bitmap + start / 8, &bits, count - start >= 64 ? 8 : packed_bytes(count - start, 1));
-}
-
-// Which of up to 64 values belong to a class: those that `among` (xor `flip`) marks.
-CIERA_TILE u64 class_word(const u8* among, u64 flip, i64 start, i64 count) {
-  const u64 inside = count - start < 64 ? (1ull << (count - start)) - 1 : ~0ull;
-  return (load_word(among, start, count) ^ flip) & inside;
-}
-
-// Reads a bitmap 64 bits at most at a time; behind its end there are zeros.
-struct BitReader {
-  const u8* bitmap;
-  i64 num_bytes, position;
-  CIERA_TILE u64 read(int count) {
-    const i64 byte = position / 8;
-    const int shift = position % 8;
-    u64 bits = 0;
-    if (byte + 8 <= num_bytes) {
-      memcpy(&bits, bitmap + byte, 8);
-    } else if (byte < num_bytes) {
-      memcpy(&bits, bitmap + byte, num_bytes - byte);
-    }
-    bits >>= shift;
-    if (shift + count > 64 && byte + 8 < num_bytes) bits |= (u64)bitmap[byte + 8] << (64 - shift);
-    position += count;
-    return count < 64 ? bits & ((1ull << count) - 1) : bits;
-  }
-};
 
 struct Moved {  // the changes of small or of large values
   u32 escape;
@@ -236,66 +185,12 @@ CIERA_TILE i64 look_piece(const Word* values, i64 count, Word limit, u64* is_sma
   return num_small;
 }
 
-CIERA_CLONES i64 count_bits(BitReader bits, i64 count) {
-  i64 num_set = 0;
-  for (; count > 0; count -= 64) num_set += __builtin_popcountll(bits.read(least(count, 64)));
-  return num_set;
-}
+CIERA_CLONES i64 count_bits(BitReader bits, i64 count) { return count_set(bits, count); }
 
 CIERA_CLONES i64 count_bytes(const u8* bytes, i64 count, u8 wanted) {
   i64 found = 0;
   for (i64 i = 0; i < count; i++) found += bytes[i] == wanted;
   return found;
-}
-
-// The positions of set bits -> gaps: the number of clear bits before each; 255 only moves on by 255. With `among`, bits and
-// positions count only where it (xor `flip`) is set.
-CIERA_CLONES i64 gaps_of_bits(const u8* bitmap, const u8* among, u64 flip, i64 count, u8* gaps) {
-  i64 base = 0, last = -1;
-  u8* into = gaps;
-  for (i64 start = 0; start < count; start += 64) {
-    const u64 chosen = among ? class_word(among, flip, start, count) : ~0ull;
-    for (u64 bits = load_word(bitmap, start, count) & chosen; bits; bits &= bits - 1) {
-      const u64 before = chosen & ((bits & (0 - bits)) - 1);
-      const i64 position = base + __builtin_popcountll(before);
-      i64 gap = position - last - 1;
-      for (; gap >= 255; gap -= 255) *into++ = 255;
-      *into++ = (u8)gap;
-      last = position;
-    }
-    base += __builtin_popcountll(chosen);
-  }
-  return into - gaps;
-}
-
-// The inverse, into a bitmap of zeros. Gives how many bits it set, or -1 where a position lies outside or the last gap is open.
-CIERA_CLONES i64 bits_of_gaps(const u8* gaps, i64 num_gaps, i64 count, u8* bitmap) {
-  i64 position = -1, num_set = 0;
-  for (i64 k = 0; k < num_gaps; k++) {
-    if (gaps[k] == 255) {
-      position += 255;
-      continue;
-    }
-    position += gaps[k] + 1;
-    if (position >= count) return -1;
-    bitmap[position / 8] |= (u8)(1u << (position % 8));
-    num_set++;
-  }
-  return num_gaps && gaps[num_gaps - 1] == 255 ? -1 : num_set;
-}
-
-// The bits of `bitmap` where `among` (xor `flip`) is set, side by side in `out` (of zeros). Gives how many there are.
-CIERA_CLONES i64 gather_bits(const u8* bitmap, const u8* among, u64 flip, i64 count, u8* out) {
-  i64 base = 0;
-  for (i64 start = 0; start < count; start += 64) {
-    const u64 chosen = class_word(among, flip, start, count);
-    for (u64 bits = load_word(bitmap, start, count) & chosen; bits; bits &= bits - 1) {
-      const i64 rank = base + __builtin_popcountll(chosen & ((bits & (0 - bits)) - 1));
-      out[rank / 8] |= (u8)(1u << (rank % 8));
-    }
-    base += __builtin_popcountll(chosen);
-  }
-  return base;
 }
 
 struct Start {  // what there was before a piece
@@ -451,17 +346,3 @@ CIERA_CHANGES(bf16, bf16)
 CIERA_CHANGES(fp16, fp16)
 CIERA_CHANGES(fp32, fp32)
 CIERA_CHANGES(ciera::byte, byte)
-
-CIERA_API i64 ciera_gaps_of_bits(const u8* bitmap, const u8* among, int flip, i64 count, u8* gaps) {
-  return gaps_of_bits(bitmap, among, flip ? ~0ull : 0, count, gaps);
-}
-CIERA_API i64 ciera_bits_of_gaps(const u8* gaps, i64 num_gaps, i64 count, u8* bitmap) {
-  return bits_of_gaps(gaps, num_gaps, count, bitmap);
-}
-CIERA_API i64 ciera_gather_bits(const u8* bitmap, const u8* among, int flip, i64 count, u8* out) {
-  return gather_bits(bitmap, among, flip ? ~0ull : 0, count, out);
-}
-CIERA_API i64 ciera_count_bits(const u8* bitmap, i64 count) {
-  return count_bits({bitmap, packed_bytes(count, 1), 0}, count);
-}
-CIERA_API i64 ciera_count_bytes(const u8* bytes, i64 count, int wanted) { return count_bytes(bytes, count, (u8)wanted); }
