@@ -30,6 +30,7 @@ class BuildHost(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         """One of the two, or the error of the second."""
+        self.force = True  # setuptools goes by dates of files; kernels/host.py goes by what is in them
         try:
             super().build_extension(ext)
         except (CompileError, LinkError):

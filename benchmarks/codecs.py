@@ -229,7 +229,7 @@ def _share(share: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=64, help="MiB of bf16 weights")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads; NumPy and zstd use one")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch and of the kernels; zstd uses one")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", metavar="PATH", help="write all rates there")
     parser.add_argument("--plot", metavar="PATH", help="draw the codecs there (needs matplotlib)")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_ciera._compat import (
@@ -23,10 +24,11 @@ from fsdp_ciera._compat import (
 from fsdp_ciera.collective import CieraAllGather
 from fsdp_ciera.device_settle import settle_on_device
 from fsdp_ciera.device_stream import DeviceStream
-from fsdp_ciera.errors import CieraConflictError, CieraPolicyError
+from fsdp_ciera.errors import CieraConflictError, CieraDesyncError, CieraMismatchError, CieraPeerError, CieraPolicyError
 from fsdp_ciera.policy import CieraPolicy
 from fsdp_ciera.sizes import settle_ahead
 from fsdp_ciera.statistics import CieraStats
+from fsdp_ciera.stream import Stream
 
 ModuleT = TypeVar("ModuleT", nn.Module, list[nn.Module])
 
@@ -140,20 +142,40 @@ def settle_sizes(model: nn.Module) -> int:
     gathers later (see `fsdp_ciera.device_stream`, [Note: Told ahead]). The host waits here, and in no gather.
 
     Returns the number of groups settled. Memory: the encoded shards of all groups until their first gather (for
-    `value_delta` what changed; for the other codecs about half of this rank's shard of the model). Raises on all ranks
+    `value_delta` what changed; for the other codecs about half of this rank's shard of the model), and while it runs
+    this rank's shards of all groups, cast. Raises on all ranks
     together as a gather does.
     """
-    batches: dict[tuple[str, type], list[tuple[CieraAllGather, Any, torch.Tensor]]] = {}
+    comms = list(_comms(model))
+    on_cpu: dict[str, list[tuple[CieraAllGather, Stream, torch.Tensor]]] = {}
+    on_device: dict[str, tuple[CieraAllGather, dist.ProcessGroup, list[tuple[DeviceStream, torch.Tensor]]]] = {}
+    error: Exception | None = None
     with torch.inference_mode(False), torch.no_grad():
-        for comm in _comms(model):
+        for comm in comms:
+            comm.end_epochs()
+            group = comm.device_group()
+            if group is not None:  # also where this rank has nothing to settle: the others may
+                on_device.setdefault(group.group_name, (comm, group, []))
+        for comm in comms:
             found = comm.shard_to_settle()
-            if found is not None:
-                batches.setdefault((found[0].group.group_name, type(found[0])), []).append((comm, *found))
-        for (_, kind), batch in batches.items():
-            settle = settle_on_device if kind is DeviceStream else settle_ahead
-            sent_bytes = settle([(stream, local) for _, stream, local in batch], batch[0][1].group)
+            if found is None:
+                continue
+            stream, local = found
+            if isinstance(stream, DeviceStream):
+                on_device[stream.group.group_name][2].append((stream, local))
+            else:
+                on_cpu.setdefault(stream.group.group_name, []).append((comm, stream, local))
+        for batch in on_cpu.values():
+            sent_bytes = settle_ahead([(stream, local) for _, stream, local in batch], batch[0][1].group)
             batch[0][0].count_settling(sent_bytes)
-    return sum(map(len, batches.values()))
+        for comm, group, shards in on_device.values():
+            try:  # ranks of other process groups may fail where these do not: all meet in all of them
+                comm.count_settling(settle_on_device(shards, group))
+            except (CieraDesyncError, CieraMismatchError, CieraPeerError) as failure:
+                error = error or failure
+    if error is not None:
+        raise error
+    return sum(map(len, on_cpu.values())) + sum(len(shards) for _, _, shards in on_device.values())
 
 
 def stats(model: nn.Module) -> CieraStats:

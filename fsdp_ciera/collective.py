@@ -21,6 +21,7 @@ from fsdp_ciera._compat import (
     AllGather,
     FSDPParamGroup,
     all_gather_flat,
+    gather_groups,
     gather_input,
     group_phase,
     names_are_known,
@@ -42,6 +43,11 @@ from fsdp_ciera.topology import Cut, check_node_size, cut_of, ranks_per_node_of
 from fsdp_ciera.verification import check_against_raw, check_checksums
 
 _UNSETTLED_TO_NOTE = 12  # gathers of a group: some steps
+
+
+def kernels_are_there(device: torch.device) -> bool:
+    """Whether CUDA codecs can run on this rank's device."""
+    return chosen_for(device) == "cuda"
 
 
 class CieraAllGather(AllGather):
@@ -141,7 +147,7 @@ class CieraAllGather(AllGather):
         """Frees the caches now: groups that are planned together know one another, so nothing else would before the next
         collection of garbage."""
         self._streams.clear()
-        self._device_streams.clear()
+        self._clear_device_streams()
         self.cohort = None
 
     def adopt(self, codecs: tuple[str, ...]) -> None:
@@ -154,7 +160,24 @@ class CieraAllGather(AllGather):
         self.planned_codecs = codecs
         self._counts = self.stats(with_caches=False)
         self._streams.clear()
+        self._clear_device_streams()
+
+    def end_epochs(self) -> None:
+        """Gathers on CUDA are plain from now on."""
+        for on_device in self._device_streams.values():
+            if on_device is not None:
+                on_device.end_epoch()
+
+    def _clear_device_streams(self) -> None:
+        self.end_epochs()
         self._device_streams.clear()
+
+    def device_group(self) -> dist.ProcessGroup | None:
+        """The process group of forward gathers, where they run on CUDA: the same on all ranks, whatever can run there."""
+        if not self._device_streams:
+            return None
+        groups = [group for group, _ in gather_groups(self.param_group) if group.size() > 1]
+        return groups[0] if groups else None
 
     def shard_to_settle(self) -> tuple[Stream | DeviceStream, torch.Tensor] | None:
         """The stream of the group's forward gathers, and what it would gather now [num_values]: for `settle_sizes`.
@@ -163,9 +186,6 @@ class CieraAllGather(AllGather):
         """
         found = gather_input(self.param_group) if self._streams or self._device_streams else None
         if found is None:
-            for on_device in self._device_streams.values():
-                if on_device is not None:
-                    on_device.end_epoch()
             return None
         group, local = found
         key = (group.group_name, local.dtype, local.numel())
@@ -296,7 +316,7 @@ class CieraAllGather(AllGather):
             try:
                 sent = stream.gather(output.view(group.size(), -1), local)
             except BaseException:
-                stream.forget()
+                stream.fail()
                 raise
         item_bytes, num_peers = local.element_size(), group.size() - 1
         runs = [
@@ -310,10 +330,6 @@ class CieraAllGather(AllGather):
 
     def _open_device_stream(self, local: torch.Tensor, group: dist.ProcessGroup) -> DeviceStream | None:
         """`None` where nothing is compressed; then a note says why."""
-        if chosen_for(local.device) != "cuda":
-            self._note(f"gathers on {local.device.type} run as in stock FSDP2: {VARIABLE} asks for the reference, or the CUDA "
-                       "kernels cannot run here")  # fmt: skip
-            return None
         if self.policy.measures:
             self._note("on CUDA links and codecs are not measured yet, so gathers run as in stock FSDP2: name one codec, "
                        "CieraPolicy(codecs=('value_delta',)), or give link= and codec_costs=")  # fmt: skip
@@ -323,6 +339,11 @@ class CieraAllGather(AllGather):
         module, layout, cut = self._lay_out(
             local, group, {name: codec.supports for name, codec in DEVICE_CODECS.items()}
         )
+        # planning has met the other ranks, and settle_sizes will: only what comes now may differ between them
+        if not kernels_are_there(local.device):
+            self._note(f"gathers on {local.device.type} run as in stock FSDP2: {VARIABLE} asks for the reference, or the CUDA "
+                       "kernels cannot run here")  # fmt: skip
+            return None
         if not cut.is_flat:
             self._note("on CUDA gathers are flat: topology='hierarchical' runs as in stock FSDP2")
             return None

@@ -92,4 +92,5 @@ def part_coder() -> PartCoder | None:
     if nvcomp.why_not_available() is not None:
         return None
     ans = nvcomp.ans()
-    return PartCoder(ans) if ALIGNMENT % ans.decompress_alignments.input == 0 else None
+    fits = all(ALIGNMENT % one.input == 0 for one in (ans.compress_alignments, ans.decompress_alignments))
+    return PartCoder(ans) if fits else None

@@ -18,6 +18,7 @@ from fsdp_ciera.device_stream import DeviceStream, event_of
 from fsdp_ciera.device_watch import ADVICE, DamageWatch
 from fsdp_ciera.errors import CieraDesyncError
 from fsdp_ciera.handshake import check_same
+from fsdp_ciera.wire import HEADER_BYTES
 
 _NUMBER_BYTES = 8
 
@@ -28,9 +29,22 @@ def settle_on_device(shards: Sequence[tuple[DeviceStream, torch.Tensor]], group:
     `shards` holds each stream with this rank's shard [num_values], in the same order on all ranks. Collective over `group`;
     waits for the device. Raises, on all ranks together, `CieraMismatchError` where they settle different streams, and
     `CieraDesyncError` where a gather since the last time sent something else than was settled, or a payload was damaged:
-    then all caches are dropped.
+    then all caches are dropped. Without streams it still meets the other ranks, who may have some.
     """
     streams = [stream for stream, _ in shards]
+    try:
+        return _settle(shards, group)
+    except BaseException:  # some may have compressed what no peer will get
+        for stream in streams:
+            stream.epoch = None
+            stream.forget()
+        raise
+
+
+def _settle(shards: Sequence[tuple[DeviceStream, torch.Tensor]], group: dist.ProcessGroup) -> int:
+    streams = [stream for stream, _ in shards]
+    for stream in streams:
+        stream.end_epoch()
     coder = part_coder()
     descriptor = {
         "module": "settle_sizes",
@@ -39,8 +53,9 @@ def settle_on_device(shards: Sequence[tuple[DeviceStream, torch.Tensor]], group:
         "nvCOMP version": None if coder is None else coder.version,
     }
     check_same(descriptor, group)
-    for stream in streams:
-        stream.end_epoch()
+    num_peers = group.size() - 1
+    if not streams:
+        return num_peers * HEADER_BYTES
     with record_function("Ciera::Hash"):
         own = torch.cat([stream.count(local) for stream, local in shards])
     everyones = torch.empty(group.size(), len(own), dtype=torch.int64, device=own.device)
@@ -51,15 +66,18 @@ def settle_on_device(shards: Sequence[tuple[DeviceStream, torch.Tensor]], group:
     _check_damage([(stream, column[:, 1].tolist()) for stream, column, _, _ in columns])
     for stream, column, row, (_, local) in columns:
         stream.epoch = stream.settle(column, local, row)
-    num_bytes = len(own) * _NUMBER_BYTES
+    num_bytes = HEADER_BYTES + len(own) * _NUMBER_BYTES
     if coder is not None:
         num_bytes += _code(streams, coder, group)
-    settled, watch = event_of(own.device), DamageWatch()
+    watch = DamageWatch()
+    for stream in streams:
+        stream.watch = watch
+        watch.tell(stream.module, stream.damage)  # pinned memory is made here: making it may wait
+    settled = event_of(own.device)
     for stream in streams:
         assert stream.epoch is not None
-        stream.epoch.settled, stream.watch = settled, watch
-        watch.tell(stream.module, stream.damage)  # pinned memory is made here: making it may wait
-    return (group.size() - 1) * num_bytes
+        stream.epoch.settled = settled
+    return num_peers * num_bytes
 
 
 def _code(streams: Sequence[DeviceStream], coder: PartCoder, group: dist.ProcessGroup) -> int:

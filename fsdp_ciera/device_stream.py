@@ -27,6 +27,7 @@ from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.device_codecs import DEVICE_CODECS
 from fsdp_ciera.device_coder import Part, PartCoder, choose, part_coder
 from fsdp_ciera.device_watch import DamageWatch
+from fsdp_ciera.errors import CieraDesyncError
 from fsdp_ciera.kernels import nvcomp
 from fsdp_ciera.kernels.dispatch import kernels_of
 from fsdp_ciera.layout import Layout
@@ -61,6 +62,8 @@ class DeviceEpoch:
     """By rank, run and part: `PartCoder.places` of the coded ones."""
     settled: torch.cuda.Event | None = None
     num_gathers: int = 0
+    is_broken: bool = False
+    """After a gather that failed: caches may have moved on in part, and peers may count other gathers."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,12 @@ class DeviceStream:
     def forget(self) -> None:
         """Drops the caches at the next `settle_sizes`: until then what was settled is sent as it was told."""
         self.is_forgotten = True
+
+    def fail(self) -> None:
+        """A gather raised: no other one of this epoch may run."""
+        self.forget()
+        if self.epoch is not None:
+            self.epoch.is_broken, self.epoch.payload = True, None
 
     def end_epoch(self) -> None:
         """Gathers are plain from now on. What is launched next on this stream comes after the last one."""
@@ -212,8 +221,14 @@ class DeviceStream:
         """
         epoch = self.epoch
         assert epoch is not None
+        if epoch.is_broken:
+            raise CieraDesyncError(
+                f"module {self.module!r}: an earlier gather failed here. Call reset_iter_state() where it exists, reshard, and "
+                "settle_sizes(model) on all ranks before the next forward"
+            )
         self.watch.look()
         wait_for(epoch.settled, self.device)
+        wait_for(self.last_gather, self.device)  # unshard() gathers on another stream than forward
         checksum = kernels_of(local).checksum(local.view(1, -1))
         self.damage |= (checksum != epoch.own_checksum).to(torch.int32)  # See [Note: Told ahead]
         is_first = epoch.num_gathers == 0

@@ -25,7 +25,7 @@ from fsdp_ciera.errors import CieraDecodeError
 from fsdp_ciera.kernels.memory import Bytes
 
 MAGIC = int.from_bytes(b"CIER", "little")
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 HEADER = np.dtype(
     [
         ("magic", "<u4"),

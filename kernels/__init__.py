@@ -1,4 +1,3 @@
-"""The codecs' kernels (imported as `fsdp_ciera.kernels`): a readable torch reference, and NumPy forms for one host core.
-
-Codecs import them from `ops`, which chooses; `reference` is the yardstick.
+"""The codecs' kernels (imported as `fsdp_ciera.kernels`): `reference` in readable torch, the yardstick; `host`, compiled for
+CPU; `cuda`, launched from PTX. `dispatch.kernels_of` chooses; nobody else does.
 """

@@ -78,9 +78,15 @@ def chosen_for(device: torch.device) -> str:
         return _REGISTRY.default_for(device)
     if forced not in _IMPLEMENTATIONS:
         raise CieraPolicyError(f"{VARIABLE} is {forced!r}; it may be {' or '.join(map(repr, _IMPLEMENTATIONS))}")
-    if forced == "host" and (host.WHY_NOT or device.type != "cpu"):
-        reason = host.WHY_NOT or f"the host build works on CPU, not on {device}"
-        raise CieraPolicyError(f"{VARIABLE} is 'host', but {reason}. Unset it to choose by device")
+    reason = None
+    if forced == "host":
+        reason = host.WHY_NOT or (None if device.type == "cpu" else f"the host build works on CPU, not on {device}")
+    elif forced == "cuda" and device.type == "cpu":  # it forces what serves on GPUs
+        reason = launch.why_not_available(device)
+        if reason is not None and torch.cuda.is_available():
+            return _REGISTRY.default_for(device)
+    if reason:
+        raise CieraPolicyError(f"{VARIABLE} is {forced!r}, but {reason}. Unset it to choose by device")
     return forced
 
 
@@ -95,24 +101,21 @@ class _Registry:
 
     def default_for(self, device: torch.device) -> str:
         if device not in self._defaults:
-            self._defaults[device] = self._find_default(device)
+            reason = _why_reference(device)
+            self._defaults[device] = "reference" if reason else {"cpu": "host", "cuda": "cuda"}[device.type]
+            if reason:
+                text = f"on {device} the torch reference of the kernels serves, which is 3 to 30 times slower: {reason}"
+                warnings.warn(f"fsdp_ciera: {text}", stacklevel=4)
         return self._defaults[device]
 
-    def _find_default(self, device: torch.device) -> str:
-        if device.type == "cpu":
-            if not host.WHY_NOT:
-                return "host"
-            reason = f"there is no host build ({host.WHY_NOT}): install a C++ compiler and the package again"
-        elif device.type == "cuda":
-            why_not = launch.why_not_available(device)
-            if why_not is None:
-                return "cuda"
-            reason = why_not
-        else:
-            reason = f"there are no other ones for {device.type}"
-        text = f"fsdp_ciera: on {device} the torch reference of the kernels serves, which is several times slower: {reason}"
-        warnings.warn(text, stacklevel=4)
-        return "reference"
+
+def _why_reference(device: torch.device) -> str | None:
+    """Why nothing faster serves on a device; `None` where something does."""
+    if device.type == "cpu":
+        return f"there is no host build: {host.WHY_NOT}. Install g++ and the package again" if host.WHY_NOT else None
+    if device.type == "cuda":
+        return launch.why_not_available(device)
+    return f"there are no other ones for {device.type}"
 
 
 _REGISTRY = _Registry()

@@ -1,5 +1,7 @@
 """The kernels on CPU, compiled: calls into the host build of native/, one core or several (`torch.get_num_threads()`).
 
+A forked child must not use more than one thread where its parent did: OpenMP hangs then, as in torch itself.
+
 The functions are those of reference.py; what they do and cost is said there. All tensors are on the CPU, and those with
 one dimension contiguous.
 """
@@ -37,7 +39,10 @@ def find_build(folder: Path = FOLDER) -> tuple[ctypes.CDLL | None, str]:
     paths = [folder / f"_host{suffix}" for suffix in EXTENSION_SUFFIXES]
     found = [path for path in paths if path.exists()]
     if not found:
-        return None, "it was not built when the package was installed (is a C++ compiler there?)"
+        return (
+            None,
+            "it could not be compiled when the package was installed (is g++ there? `pip install -v` shows why)",
+        )
     try:
         library = ctypes.CDLL(str(found[0]))
         library.ciera_source.restype = ctypes.c_char_p

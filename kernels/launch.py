@@ -136,6 +136,8 @@ class KernelModule:
 
         Raises `CieraKernelError` with the reason. Cost: the driver compiles the PTX, seconds where its cache is cold.
         """
+        if self._loaded and current_place(device).device in self._loaded:
+            return
         reason = self.why_not_loadable(device)
         if reason is not None:
             raise CieraKernelError(reason)

@@ -85,17 +85,18 @@ def hash_blocks(values: torch.Tensor, fmt: FloatFormat, block_size: int) -> torc
 def checksum(data: torch.Tensor) -> torch.Tensor:
     """64-bit checksums of the rows of `data` (any dtype, [rows, n]) -> int64 [rows].
 
-    With the bytes as 64-bit words w_j (the last zero-padded): sum_j w_j * (2j + 1) mod 2**64, through SplitMix64. Odd
-    factors make every change of one word visible, different ones make swaps visible. It finds damage; it is no defence
-    against forgery. Cost: one pass.
+    With the bytes as 64-bit words w_j (the last zero-padded): mix(sum_j mix(w_j xor (j + 1) * gamma)), sums mod 2**64 and
+    mix = SplitMix64's finaliser. A bijection for each place, so that every change of one word is visible, and others
+    collide with about 2**-64: words are mixed before they are added, since in a sum of multiples two
+    flipped signs cancel. It finds damage; it is no defence against forgery. Cost: one pass, 8 operations a word.
 
-    Worked example: bytes 1, 2, 3, 4 are the one word 0x04030201, times 1; mixed, 0x6b26e77cd3e59b6a.
+    Worked example: bytes 1, 2, 3, 4 are the one word 0x04030201, and the checksum is 0xf16840c310650e2a.
     """
     rows = data.shape[0]
     raw = data.contiguous().view(torch.uint8).view(rows, -1)
     num_bytes = raw.shape[1]
     total = torch.zeros(rows, dtype=torch.int64, device=data.device)
-    odd = torch.arange(1, 2 * min(CHUNK_VALUES, num_bytes // 8 + 1), 2, dtype=torch.int64, device=data.device)
+    numbers = torch.arange(1, min(CHUNK_VALUES, num_bytes // 8 + 1) + 1, dtype=torch.int64, device=data.device)
     for chunk in chunks_of(num_bytes, 8 * CHUNK_VALUES):
         part = raw[:, chunk]
         num_words = -(-part.shape[1] // 8)
@@ -103,7 +104,8 @@ def checksum(data: torch.Tensor) -> torch.Tensor:
             padded = torch.zeros(rows, num_words * 8, dtype=torch.uint8, device=data.device)
             padded[:, : part.shape[1]] = part
             part = padded
-        total += (part.view(torch.int64) * (odd[:num_words] + chunk.start // 4)).sum(dim=1)
+        keys = (numbers[:num_words] + chunk.start // 8) * _signed(GAMMA)
+        total += splitmix64(part.view(torch.int64) ^ keys).sum(dim=1)
     return splitmix64(total)
 
 

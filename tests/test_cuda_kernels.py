@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fake_cuda import run_with_fake_cuda
+from fsdp_ciera.errors import CieraPolicyError
 from fsdp_ciera.kernels import reference
 from fsdp_ciera.kernels.changes import Form, Received
 from fsdp_ciera.kernels.dispatch import VARIABLE, kernels_of
@@ -141,5 +142,5 @@ def test_damage_is_told_and_touches_nothing_outside() -> None:
 def test_without_a_driver_forcing_the_kernels_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "cuda")
     values = torch.zeros(8, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match=r"no NVIDIA driver|cannot run on a 'cpu' device"):
+    with pytest.raises(CieraPolicyError, match=r"is 'cuda', but .*(no NVIDIA driver|cannot run on a 'cpu' device)"):
         kernels_of(values).hash_blocks(values, FORMATS[torch.bfloat16], 8)

@@ -20,7 +20,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fake_cuda import run_with_fake_cuda
-from fsdp_ciera import CieraDesyncError, CieraPolicy, attach, detach, invalidate, settle_sizes, stats
+from fsdp_ciera import (
+    CieraDesyncError,
+    CieraMismatchError,
+    CieraPolicy,
+    attach,
+    detach,
+    invalidate,
+    settle_sizes,
+    stats,
+)
 from fsdp_ciera.kernels.dispatch import VARIABLE
 from fsdp_ciera.kernels.nvcomp import Alignments
 from ranks import run_ranks
@@ -355,3 +364,101 @@ def code() -> None:
 
 def test_coded_parts_equal_stock_fsdp2_in_fewer_bytes() -> None:
     run_with_fake_cuda(code, env=CUDA)
+
+
+def wrong_values(model: nn.Module) -> int:
+    """How many values of the gathered parameters are not what the shards say."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.unshard()
+    gathered = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for module in modules:
+        module.reshard()
+    expected = {name: parameter.full_tensor().bfloat16() for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
+    return sum(int((gathered[name].bfloat16() != value).sum()) for name, value in expected.items())
+
+
+def failing(real: Any, on_call: int) -> Any:
+    calls = 0
+
+    def call(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == on_call:
+            raise torch.OutOfMemoryError("pretended")
+        return real(*args)
+
+    return call
+
+
+def failures(rank: int, world_size: int) -> None:
+    """Memory that runs out on all ranks, in the middle of what moves state on."""
+    with_fake_cuda()
+    from fsdp_ciera import device_codecs
+
+    model = build(EXPONENT_BLOCK)
+    train(model, rank, 2)
+    assert wrong_values(model) == 0
+    for parameter in model.parameters():
+        parameter.data.to_local().mul_(4.0)  # type: ignore[attr-defined]  # exponents change
+    real = device_codecs.cuda.take_blocks
+    device_codecs.cuda.take_blocks = failing(real, 2)
+    with pytest.raises(torch.OutOfMemoryError):
+        settle_sizes(model)
+    device_codecs.cuda.take_blocks = real
+    settle_sizes(model)  # the first run's hashes had moved on: they must not say "unchanged" now
+    assert wrong_values(model) == 0
+
+    model = build(VALUE_DELTA)
+    train(model, rank, 3, lr=1e-2)
+    real = device_codecs.cuda.apply
+    device_codecs.cuda.apply = failing(real, 2)
+    with pytest.raises(torch.OutOfMemoryError):
+        wrong_values(model)
+    device_codecs.cuda.apply = real
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    with pytest.raises(CieraDesyncError, match="an earlier gather failed"):  # its moves would be applied twice
+        wrong_values(model)
+    settle_sizes(model)
+    assert wrong_values(model) == 0
+
+
+def fail_on_all_ranks() -> None:
+    run_ranks(failures, 2, timeout_s=280)
+
+
+def test_nothing_is_wrong_after_memory_ran_out() -> None:
+    run_with_fake_cuda(fail_on_all_ranks, env=CUDA)
+
+
+def flipped_signs(rank: int, world_size: int) -> None:
+    with_fake_cuda()
+    model = build(VALUE_DELTA)
+    train(model, rank, 2)
+    model.q_proj.weight.data.to_local().neg_()  # type: ignore[union-attr, operator]
+    model.q_proj.unshard()  # type: ignore[union-attr, operator]
+    model.q_proj.reshard()  # type: ignore[union-attr, operator]
+    with pytest.raises(CieraDesyncError, match="q_proj"):
+        settle_sizes(model)
+
+
+def without_kernels(rank: int, world_size: int) -> None:
+    with_fake_cuda()
+    from fsdp_ciera import collective
+
+    if rank == 1:  # an old driver, say
+        collective.kernels_are_there = lambda device: False
+    model = build(VALUE_DELTA)
+    with pytest.raises(CieraMismatchError, match="groups"):
+        train(model, rank, 2)
+
+
+def differ() -> None:
+    run_ranks(flipped_signs, 2, timeout_s=280)
+    run_ranks(without_kernels, 2, timeout_s=280)
+
+
+def test_flipped_signs_and_a_rank_without_kernels_are_told() -> None:
+    run_with_fake_cuda(differ, env=CUDA)

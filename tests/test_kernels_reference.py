@@ -118,7 +118,7 @@ def plain_hash(patterns: list[int], fmt: FloatFormat, block_size: int) -> list[l
 def plain_checksum(row: bytes) -> int:
     """Of one row of bytes."""
     words = [int.from_bytes(row[i : i + 8], "little") for i in range(0, len(row), 8)]
-    return mix(sum(word * (2 * j + 1) for j, word in enumerate(words)) & MASK)
+    return mix(sum(mix(word ^ ((j + 1) * 0x9E3779B97F4A7C15 & MASK)) for j, word in enumerate(words)) & MASK)
 
 
 def plain_pack(numbers: list[int], width: int) -> list[int]:
@@ -251,7 +251,7 @@ def check_worked_examples(kernels: Kernels) -> None:
     assert kernels.hash_blocks(values.bfloat16(), BF16, 8).tolist() == hashes.tolist()
 
     sums = kernels.checksum(torch.tensor([[1, 2, 3, 4]], dtype=torch.uint8))
-    assert [one & MASK for one in sums.tolist()] == [0x6B26E77CD3E59B6A]
+    assert [one & MASK for one in sums.tolist()] == [0xF16840C310650E2A]
 
     last = [0x3F80, 0xC000, 0x3F00, 0x0000]
     for replaced, moves, literals in ((0x8001, [2, 3], []), (0x3F80, [2, 15], [0x3F80])):
@@ -350,6 +350,15 @@ def test_checksum_equals_plain_integers(rows: int, num_bytes: int) -> None:
     data = random_values(rows * num_bytes, None, num_bytes).view(rows, num_bytes)
     expected = [plain_checksum(bytes(row)) for row in data.tolist()]
     assert [one & MASK for one in reference.checksum(data).tolist()] == expected
+
+
+@pytest.mark.parametrize(("dtype", "first", "step"), [(torch.bfloat16, 3, 4), (torch.float16, 3, 4), (torch.float32, 1, 2)])
+def test_checksum_sees_flipped_signs(dtype: torch.dtype, first: int, step: int) -> None:
+    """The highest bit of a word weighs 2**63: in a sum of multiples of words an even number of such flips would cancel."""
+    values = torch.randn(1, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    flipped = values.clone()
+    flipped[:, first::step] *= -1
+    assert reference.checksum(flipped) != reference.checksum(values)
 
 
 def test_checksum_is_one_of_bytes_and_not_of_alignment_strides_or_dtype() -> None:

@@ -41,7 +41,12 @@ def settle_again(model: torch.nn.Module, rank: int) -> None:
         settle_sizes(model)
 
 
-DISTURBANCES = {f.__name__: f for f in (nothing, write_on_rank_1, invalidate_rank_1, settle_again)}
+def flip_signs(model: torch.nn.Module, rank: int) -> None:
+    for parameter in model.parameters():
+        parameter.data.to_local().neg_()
+
+
+DISTURBANCES = {f.__name__: f for f in (nothing, write_on_rank_1, flip_signs, invalidate_rank_1, settle_again)}
 
 
 def losses_and_weights(policy: CieraPolicy | None, settle: tuple[int, ...], disturb: str, after: str) -> list[Any]:

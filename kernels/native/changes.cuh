@@ -3,7 +3,7 @@
 // A *move* is the distance between two bit patterns in the order of the numbers, in zigzag form (0, -1, 1, -2, ... as
 // 0, 1, 2, 3, ...). Moves below an *escape* are symbols of a byte; the escape itself stands for all others, whose new value
 // travels as it is, a *literal*. Bytes (exponents) have differences mod 256 for moves and no literals.
-// Reference: reference.scan_changes, compact_moves, apply_moves.
+// Reference: reference.find_changes, apply_changes.
 //
 // Worked example, bf16, escape 15: last 1.0, -2.0, 0.5, 0.0 = 0x3F80, 0xC000, 0x3F00, 0x0000
 //   fresh 0x3F81, 0xC000, 0x3F00, 0x8001: changed bits 0b1001 (first value lowest);

@@ -2,7 +2,7 @@
 //
 // One source, three builds:
 //   nvcc          kernels.cu -> PTX, a thread handles a tile of kTile values that it holds in registers
-//   g++           host.cpp -> the fast path on CPU, the same tile functions over longer tiles in memory
+//   g++           host_*.cpp -> the fast path on CPU, the same tile functions over longer tiles in memory
 //   g++ with the tests' shim   kernels.cu again, one thread or fibre for each CUDA thread, under sanitizers
 //
 // Offsets into tensors are 64-bit everywhere. Pointers may have any alignment; vector accesses are used where it allows.

@@ -16,11 +16,13 @@
 #include "hash.cuh"
 #include "planes.cuh"
 
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && !defined(CIERA_NO_CLONES)
+// GCC knows these names of processors from version 12 on.
+#if defined(__x86_64__) && defined(__GLIBC__) && __GNUC__ >= 12 && !defined(__clang__) && !defined(CIERA_NO_CLONES)
 #define CIERA_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define CIERA_CLONES
 #endif
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire format and these loops are little-endian");
 #define CIERA_API extern "C" __attribute__((visibility("default")))
 
 namespace ciera {
