@@ -352,7 +352,9 @@ def test_checksum_equals_plain_integers(rows: int, num_bytes: int) -> None:
     assert [one & MASK for one in reference.checksum(data).tolist()] == expected
 
 
-@pytest.mark.parametrize(("dtype", "first", "step"), [(torch.bfloat16, 3, 4), (torch.float16, 3, 4), (torch.float32, 1, 2)])
+@pytest.mark.parametrize(
+    ("dtype", "first", "step"), [(torch.bfloat16, 3, 4), (torch.float16, 3, 4), (torch.float32, 1, 2)]
+)
 def test_checksum_sees_flipped_signs(dtype: torch.dtype, first: int, step: int) -> None:
     """The highest bit of a word weighs 2**63: in a sum of multiples of words an even number of such flips would cancel."""
     values = torch.randn(1, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
