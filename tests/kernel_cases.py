@@ -654,6 +654,15 @@ def changes_pipeline(change: Change) -> Callable[[Executor], None]:
 # ---- checksums
 
 
+def mixed(word: int, j: int) -> int:
+    """What word number j adds to a checksum's sum, in plain integers."""
+    mask = (1 << 64) - 1
+    word ^= (j + 1) * 0x9E3779B97F4A7C15 & mask
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & mask
+    word = (word ^ word >> 27) * 0x94D049BB133111EB & mask
+    return word ^ word >> 31
+
+
 def checksum_case(
     rows: int, num_bytes: int, gap: int = 0, ctas: int = 1, alignment: str = "16", zeros: bool = False
 ) -> Callable[[Executor], None]:
@@ -687,8 +696,8 @@ def sums_case(rows: int, num_bytes: int, ctas: int, alignment: str, gap: int = 0
         )
         padded = np.pad(data[:, :num_bytes], ((0, 0), (0, -num_bytes % 8)))
         numbers = padded.reshape(rows, -1).view(np.uint64)
-        factors = np.arange(1, 2 * numbers.shape[1], 2, dtype=np.uint64)
-        buffers.expect(sums, before + (numbers * factors).sum(1, dtype=np.uint64), "sums")
+        terms = [[mixed(word, j) for j, word in enumerate(row)] for row in numbers.tolist()]
+        buffers.expect(sums, before + np.array(terms, np.uint64).reshape(rows, -1).sum(1, dtype=np.uint64), "sums")
 
     return run
 

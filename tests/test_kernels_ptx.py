@@ -41,6 +41,7 @@ from kernel_cases import (
     all_cases,
     hash_case,
     merge_case,
+    mixed,
     some_values,
     split_case,
     take_case,
@@ -300,7 +301,7 @@ def test_positions_beyond_32_bits(kernel: str) -> None:
 
 
 def test_checksums_of_rows_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Words from number 2**34 on: their factors are others, so this is no shifted case."""
+    """Words from number 2**34 on: they are mixed with others, so this is no shifted case."""
     monkeypatch.setattr(FarBatch, "far_ctas", first := 1 << 26)
     monkeypatch.setattr(emulator.machine, "Batch", FarBatch)
     data = np.random.default_rng(0).integers(0, 256, 8 * (THREADS + 77) - 3, np.uint8)
@@ -309,7 +310,7 @@ def test_checksums_of_rows_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> No
     bytes_, sums = interpreter.upload(data), interpreter.upload(np.zeros(1, np.uint64))
     interpreter.launch("checksum", (2, 1), bytes_ - 8 * before, 0, 8 * before + len(data), sums)
     words = np.pad(data, (0, -len(data) % 8)).view(np.uint64).tolist()
-    expected = sum(word * (2 * (before + j) + 1) for j, word in enumerate(words)) % (1 << 64)
+    expected = sum(mixed(word, before + j) for j, word in enumerate(words)) % (1 << 64)
     assert interpreter.download(sums, np.uint64, 1).tolist() == [expected]
 
 

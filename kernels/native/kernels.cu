@@ -343,7 +343,7 @@ CIERA_KERNEL put_blocks(const u8* exponents, i64 num_exponents, i64 block_size, 
                                u8* cache) {
   ciera::put_blocks(exponents, num_exponents, block_size, ranks, num_blocks, cache);
 }
-CIERA_KERNEL checksum(const u8* bytes, i64 stride, i64 num_bytes, u64* sums) {
+CIERA_LARGE_KERNEL checksum(const u8* bytes, i64 stride, i64 num_bytes, u64* sums) {
   ciera::checksum(bytes, stride, num_bytes, sums);
 }
 // sums [rows] -> checksums, in place.
