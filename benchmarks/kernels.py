@@ -32,6 +32,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -239,19 +240,19 @@ def plane_cases(kernels: Kernels, fmt: FloatFormat, values: torch.Tensor, timer:
 
     sets = [values.clone() for _ in range(timer.num_sets(value_bytes))]
     hash_bytes = 16 * -(-num_values // BLOCK_SIZE)
-    hashes: list[Call] = [lambda own=own: kernels.hash_blocks(own, fmt, BLOCK_SIZE) for own in sets]  # type: ignore[misc]
+    hashes: list[Call] = [partial(kernels.hash_blocks, own, fmt, BLOCK_SIZE) for own in sets]
     yield Case("hash", None, "values, hashes", value_bytes + hash_bytes, hashes, lambda: True)
-    sums: list[Call] = [lambda own=own: kernels.checksum(own.view(1, -1)) for own in sets]  # type: ignore[misc]
+    sums: list[Call] = [partial(kernels.checksum, own.view(1, -1)) for own in sets]
     yield Case("checksum", None, "values", value_bytes, sums, lambda: True)
     sets = sets[: timer.num_sets(value_bytes + plane_bytes)]
     planes_of = [planes() for _ in sets]
     pairs = list(zip(sets, planes_of, strict=True))
-    splits: list[Call] = [lambda own=own, to=to: kernels.split_planes(own, fmt, *to) for own, to in pairs]  # type: ignore[misc]
+    splits: list[Call] = [partial(kernels.split_planes, own, fmt, *to) for own, to in pairs]
     yield Case("split", None, "values, planes", value_bytes + plane_bytes, splits, lambda: True)
     for own, to in pairs:
         kernels.split_planes(own, fmt, *to)
         own.zero_()
-    merges: list[Call] = [lambda own=own, of=of: kernels.merge_planes(*of, fmt, own) for own, of in pairs]  # type: ignore[misc]
+    merges: list[Call] = [partial(kernels.merge_planes, *of, fmt, own) for own, of in pairs]
     yield Case("merge", None, "planes, out", value_bytes + plane_bytes, merges, lambda: same_bits(sets[0], values))
 
 
@@ -309,7 +310,7 @@ def scan_cases(kernels: Kernels, fmt: FloatFormat, values: torch.Tensor, timer: 
             return cuda.scan(fresh, last, fmt, Form().escape)
         return kernels.find_changes(fresh, last, fmt, Form())
 
-    calls: list[Call] = [lambda pair=pair: scan(*pair) for pair in pairs]  # type: ignore[misc]
+    calls: list[Call] = [partial(scan, *pair) for pair in pairs]
     yield Case("scan", None, "2 x values, bitmap", num_bytes, calls, lambda: same_bits(*pairs[0]))
 
 
@@ -355,7 +356,7 @@ def measure(
             copies: list[Call] = []
             for _ in range(timer.num_sets(copied_bytes)):
                 source, target = values.clone(), values.clone()
-                copies.append(lambda source=source, target=target: target.copy_(source))  # type: ignore[misc]
+                copies.append(partial(target.copy_, source))
             for implementation, kernels in implementations.items():
                 for cases in (plane_cases, scan_cases, change_cases):
                     for case in cases(kernels, fmt, values, timer):

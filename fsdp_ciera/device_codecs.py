@@ -21,6 +21,7 @@ from typing import ClassVar
 
 import torch
 
+from fsdp_ciera.codecs.planes import merge, split_remainder
 from fsdp_ciera.kernels import cuda
 from fsdp_ciera.kernels.changes import BYTE_ESCAPE
 from fsdp_ciera.kernels.formats import FORMATS, packed_bytes
@@ -200,7 +201,7 @@ class DeviceExponentBlock(DeviceCodec):
         """Cmp. Moves the hashes on."""
         found, self._found = self._found, None
         bitmap, plane, exponents = parts
-        cuda.split_planes(values, self.format, None, *self._planes(plane))
+        split_remainder(values, self.format, plane)
         if not counts[0]:
             return
         assert found is not None
@@ -220,9 +221,8 @@ class DeviceExponentBlock(DeviceCodec):
             cuda.put_blocks(exponents, self.block_size, _ranks(changed), cached)
             is_wrong = (changed.sum() != counts[0]) | (changed[-1].to(torch.int64) != counts[1])
             damage |= is_wrong.to(torch.int32)
-        low, top = self._planes(plane)
-        assert low is not None
-        cuda.merge_planes(cached[: self.num_values], low, top, self.format, out)
+        whole = slice(0, self.num_values)
+        merge(cached[whole], plane, self.format, self.num_values, whole, out)
 
     def seed(self, own: torch.Tensor, peers: Sequence[torch.Tensor]) -> None:
         """Hashes the own shard, and keeps the exponents of the others."""
@@ -239,10 +239,6 @@ class DeviceExponentBlock(DeviceCodec):
     def _num_exponents(self, counts: Sequence[int]) -> int:
         num_changed, last_changed = counts
         return num_changed * self.block_size - last_changed * (self.num_blocks * self.block_size - self.num_values)
-
-    def _planes(self, plane: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        low, top = self.format.remainder_slices(self.num_values, slice(0, self.num_values))
-        return plane[low], plane[top] if self.format.top_bits else None
 
 
 def _ranks(changed: torch.Tensor) -> torch.Tensor:

@@ -230,6 +230,12 @@ class SymbolReader:
         self._check(out)
         return out
 
+    def read_all(self) -> Bytes:
+        """All symbols that are left, and nothing may stand behind them."""
+        symbols = self.read_into(np.empty(self.num_left, np.uint8))
+        self.finish()
+        return symbols
+
     def finish(self) -> None:
         """Checks that all symbols were read and that nothing stands behind them."""
         if self.num_left:

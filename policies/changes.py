@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from fsdp_ciera.kernels.changes import BYTE_ESCAPE, Form
-from fsdp_ciera.kernels.dispatch import kernels_of
+from fsdp_ciera.kernels.dispatch import Kernels, kernels_of
 from fsdp_ciera.kernels.formats import FloatFormat, Words
 from fsdp_ciera.kernels.reference import CHUNK_VALUES, chunks_of
 from fsdp_ciera.policies.rates import Rates
@@ -125,7 +125,6 @@ class ShardCounter:
         self._layout = layout
         self._cast = torch.empty(CHUNK_VALUES, dtype=fmt.dtype)
         self._fresh = fmt.words(self._cast)
-        self._last = np.empty(CHUNK_VALUES, self._fresh.dtype)
         self._exponent_mask = self._fresh.dtype.type(((1 << fmt.exponent_bits) - 1) << fmt.mantissa_bits)
 
     def keep(self, values: torch.Tensor, kept: Words) -> None:
@@ -150,19 +149,16 @@ class ShardCounter:
         for chunk in chunks_of(num_values):
             now, then = self._words(values, chunk), kept[chunk]
             self._add_exponents(now, row[layout.exponents], turn)
-            last = self._last[: len(then)]
-            np.copyto(last, then)
-            found = kernels.find_changes(self._cast[: len(now)], torch.from_numpy(then).view(self.format.dtype),
-                                         self.format, Form())  # fmt: skip
-            if not len(found.moves):
+            changed = np.flatnonzero(now != then)
+            if not len(changed):
                 continue
-            changed = np.flatnonzero(now != last)
             num_changed += len(changed)
-            fresh, last = now[changed], last[changed]
-            moves = np.bincount(found.moves.numpy(), minlength=256)
+            fresh, last = now[changed], then[changed]
+            crossed = changed[np.flatnonzero((fresh ^ last) & self._exponent_mask)]
+            then[changed] = fresh
+            moves = np.bincount(self._moves(kernels, fresh, last), minlength=256)
             row[layout.moves] += moves
             row[layout.escape_bits] += int(moves[BYTE_ESCAPE]) * 8 * self.format.item_bytes
-            crossed = changed[np.flatnonzero((fresh ^ last) & self._exponent_mask)]
             num_exponents += len(crossed)
             crossed += chunk.start
             for one in touched:
@@ -179,6 +175,11 @@ class ShardCounter:
         row[layout.shards] += totals[num_sizes:-1]
         row[layout.shard_changes] += changes[num_sizes:-1]
         return ShardChanges(num_changed, (changes[-1], totals[-1]))
+
+    def _moves(self, kernels: Kernels, fresh: Words, last: Words) -> npt.NDArray[np.uint8]:
+        """Words [n] and [n], which may be overwritten -> moves uint8 [n]."""
+        now, then = (torch.from_numpy(words).view(self.format.dtype) for words in (fresh, last))
+        return kernels.find_changes(now, then, self.format, Form(everywhere=True)).moves.numpy()
 
     def _words(self, values: torch.Tensor, chunk: slice) -> Words:
         """The bits of a chunk as FSDP2 gathers them, valid until the next call."""

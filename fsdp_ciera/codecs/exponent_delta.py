@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from fsdp_ciera.codecs.base import FloatRunCodec, StoredSection
@@ -129,9 +128,7 @@ class ExponentDelta(FloatRunCodec):
     def _change(self, row: torch.Tensor, where: StoredSection, what: StoredSection) -> None:
         """Some exponents of one peer [num_values]."""
         bits, num_changed = read_positions(where, self.num_values)
-        reader = SymbolReader(what, num_changed)
-        moves = torch.from_numpy(reader.read_into(np.empty(num_changed, np.uint8)))
-        reader.finish()
+        moves = torch.from_numpy(SymbolReader(what, num_changed).read_all())
         if num_changed:
             none = moves[:0]
             kernels_of(row).apply_changes(row, None, Received(Form(), bits, None, none, moves, none))

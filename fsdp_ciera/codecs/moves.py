@@ -35,15 +35,10 @@ def escape_of(section: StoredSection) -> int:
 def read_moves(section: StoredSection, num_moves: int) -> Bytes:
     """-> moves uint8 [num_moves]. Raises `CieraDecodeError` unless the section holds exactly so many."""
     if escape_of(section) == BYTE_ESCAPE:
-        reader = SymbolReader(section, num_moves)
-        moves = reader.read_into(np.empty(num_moves, np.uint8))
-        reader.finish()
-        return moves
+        return SymbolReader(section, num_moves).read_all()
     num_bytes = -(-num_moves // 2)
     as_bytes = Coding.PLAIN if section.coding == Coding.NIBBLES else Coding.ZSTD
-    reader = SymbolReader(StoredSection(as_bytes, section.data), num_bytes)
-    moves = unpack_nibbles(reader.read_into(np.empty(num_bytes, np.uint8)))
-    reader.finish()
+    moves = unpack_nibbles(SymbolReader(StoredSection(as_bytes, section.data), num_bytes).read_all())
     if moves[num_moves:].any():
         raise CieraDecodeError("half a byte of moves is left over and not 0")
     return moves[:num_moves]
