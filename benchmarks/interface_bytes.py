@@ -2,17 +2,19 @@
 
     python benchmarks/interface_bytes.py [--hosts 4] [--rate 200mbit] [--passes 3] [--json PATH]
 
-Starts one gloo rank in each of several network namespaces (see netns.py; needs root and iproute2). Each shards the same
-small MoE model, once with stock FSDP2 and once with fsdp_ciera, and runs passes of forward under `no_grad`, so that
-parameter all-gathers are all that moves; between passes every rank changes its shards a little, as an optimizer step
-would. Around the passes the ranks meet over files in a shared folder, not over the network, while the counters of every
-interface are read. What stock FSDP2 sends is computed: (hosts - 1) x the padded local shards x 2 bytes a gather.
+Starts one gloo rank in each of several network namespaces (see fsdp_ciera.bench.netns; needs root and iproute2). Each
+shards the same small MoE model, once with torch's own `fully_shard` and once with fsdp_ciera's, and runs passes of forward
+under `no_grad`, so that parameter all-gathers are all that moves; between passes every rank changes its shards a little, as
+an optimizer step would. fsdp_ciera is imported from the start, by the ranks of stock FSDP2 too; what those send is computed:
+(hosts - 1) x the padded local shards x 2 bytes a gather. Around the passes the ranks meet over files in a shared folder, not
+over the network, while the counters of every interface are read.
 
 Seen with 4 hosts and 3 passes: interfaces count 0.20 % more than the formula for stock FSDP2 (66 MB a rank) and 0.35 %
 more than `stats(model).wire_bytes` (41 MB a rank); at 200 Mbit/s, where acknowledgements are more, 0.25 % and 0.42 %.
 The sockets' own counters (`ss -ti`) explain it to the byte:
 - 66 bytes of Ethernet, IP and TCP headers a packet, acknowledgements included: 100 to 150 kB a rank, about the same for
-  both. The interface counts packets of up to 64 KiB here (see netns.py); a wire of MTU 1500 carries 4.6 % of headers.
+  both. The interface counts packets of up to 64 KiB here (see fsdp_ciera.bench.netns); a wire of MTU 1500 carries 4.6 % of
+  headers.
 - 864 bytes of gloo's own messages a collective, 6 of 48 bytes for each of 3 peers: 21 collectives make 18,144 bytes for
   stock FSDP2; fsdp_ciera has one more a gather, for its 64-byte headers, so 36,288. The headers themselves are counted.
 - without a rate limit, 1 to 4 kB that TCP sent twice because a busy machine acknowledged late.
@@ -29,11 +31,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from netns import Cluster, InterfaceBytes, NetnsError, RankError, Run
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -42,8 +42,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor
 
-if TYPE_CHECKING:
-    from fsdp_ciera import CieraPolicy
+from fsdp_ciera import CieraPolicy, fully_shard, stats
+from fsdp_ciera.bench.netns import Cluster, InterfaceBytes, NetnsError, RankError, Run
 
 STOCK = "stock FSDP2"
 CIERA = "fsdp_ciera"
@@ -160,12 +160,8 @@ def run_rank(folder: Path, num_passes: int) -> None:
 
 
 def policy_of(contender: str) -> CieraPolicy | None:
-    """`None` for stock FSDP2, which runs before fsdp_ciera is imported."""
-    if contender == STOCK:
-        return None
-    from fsdp_ciera import CieraPolicy
-
-    return CieraPolicy(codecs=("exponent_block",))
+    """`None` for stock FSDP2."""
+    return None if contender == STOCK else CieraPolicy(codecs=("exponent_block",))
 
 
 def build_model(policy: CieraPolicy | None) -> nn.Module:
@@ -180,8 +176,6 @@ def build_model(policy: CieraPolicy | None) -> nn.Module:
         if policy is None:
             stock_fully_shard(module, mp_policy=bf16, reshard_after_forward=True)
         else:
-            from fsdp_ciera import fully_shard
-
             fully_shard(module, ciera_policy=policy, mp_policy=bf16, reshard_after_forward=True)
     return model
 
@@ -212,8 +206,6 @@ def run_passes(model: nn.Module, contender: str, num_passes: int) -> Counted:
     if contender == STOCK:
         sent_bytes = num_passes * stock_bytes_per_pass(model, dist.get_world_size())
         return Counted(sent_bytes, sent_bytes, num_passes * (NUM_LAYERS + 1))
-    from fsdp_ciera import stats
-
     counts = stats(model)
     return Counted(counts.wire_bytes, counts.raw_bytes, counts.num_gathers)
 

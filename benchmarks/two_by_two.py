@@ -2,8 +2,8 @@
 
     python benchmarks/two_by_two.py [--ranks-per-host 2] [--passes 3] [--codecs raw ...] [--json PATH] [--plot PATH]
 
-Two network namespaces stand for two hosts (see netns.py; needs root and iproute2), each with two gloo ranks. They run
-forward passes of the model of interface_bytes.py under `no_grad`, so that parameter all-gathers are all that moves; each
+Two network namespaces stand for two hosts (see fsdp_ciera.bench.netns; needs root and iproute2), each with two gloo ranks. They
+run forward passes of the model of interface_bytes.py under `no_grad`, so that parameter all-gathers are all that moves; each
 rank changes its shards a little after every pass. A first pass, which fills the caches, is not counted. Read are the
 counters of the hosts' interfaces; ranks of one host reach each other over the host's loopback.
 
@@ -32,13 +32,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from interface_bytes import await_files, build_model, counters_at_rest, forward_passes
-from netns import Cluster, NetnsError, RankError, Run
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from fsdp_ciera import CieraPolicy, stats
+from fsdp_ciera.bench.netns import Cluster, NetnsError, RankError, Run
 
 NUM_HOSTS = 2
 MARK_RATIO, MARK_CACHE = 1.9, 2.0

@@ -9,7 +9,9 @@ directly, as FSDP2 itself does for symmetric memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -38,6 +40,7 @@ def _check_private_names() -> None:
         for owner, name in (
             (FSDPParamGroup, "lazy_init"),
             (FSDPParamGroup, "unshard"),
+            (FSDPParamGroup, "post_backward"),
             (FSDPModule, "set_custom_all_gather"),
             (FSDPModule, "_get_fsdp_state"),
         )
@@ -89,6 +92,7 @@ __all__ = [
     "sharded_parameters",
     "sibling_groups",
     "torch_fully_shard",
+    "watch_groups",
 ]
 
 
@@ -263,3 +267,28 @@ def sibling_groups(group: FSDPParamGroup) -> list[FSDPParamGroup]:
     # fully_shard([a, b]) gives two modules one state, which torch before 2.12 lists twice
     groups = {id(sibling): sibling for other in state._state_ctx.all_states for sibling in _groups_of_state(other)}
     return list(groups.values()) if id(group) in groups else [group]
+
+
+@contextmanager
+def watch_groups(within: Callable[[FSDPParamGroup], AbstractContextManager[None]]) -> Iterator[None]:
+    """While the block lasts, every group's gathering and its reduction of gradients run inside `within(group)`.
+
+    For measuring: what FSDP2 does with collectives does not say for which group.
+    """
+
+    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def call(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
+            with within(group):
+                return original(group, *args, **kwargs)
+
+        return call
+
+    originals = {name: getattr(FSDPParamGroup, name) for name in ("unshard", "post_backward")}
+    for name, original in originals.items():
+        setattr(FSDPParamGroup, name, watched(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(FSDPParamGroup, name, original)

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from fsdp_ciera.bench.command import add_bench
 from fsdp_ciera.errors import CieraPolicyError, RecipeError
+from fsdp_ciera.simulator.command import add_simulate
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -211,7 +213,14 @@ def _count(text: str) -> int:
     return number
 
 
-_COMMANDS: tuple[Callable[[_Commands], None], ...] = (_add_finetune, _add_demo, _add_profile, _add_plan)
+_COMMANDS: tuple[Callable[[_Commands], None], ...] = (
+    _add_finetune,
+    _add_demo,
+    _add_profile,
+    _add_plan,
+    add_bench,
+    add_simulate,
+)
 """Each adds one sub-command, with `set_defaults(run=function)`; the function takes the parsed arguments and returns the
 exit code. What is slow to import is imported in the function."""
 

@@ -214,7 +214,8 @@ class CieraAllGather(AllGather):
         return report
 
     def _gather(self, stream: Stream, output: torch.Tensor, local: torch.Tensor) -> None:
-        local_checksum = int(kernels_of(local).checksum(local.view(1, -1)))
+        with stream.state.stage("Hash"):
+            local_checksum = int(kernels_of(local).checksum(local.view(1, -1)))
         encoded = None
         wasted_bytes = wasted_in_node_bytes = 0
         if stream.epoch is not None:

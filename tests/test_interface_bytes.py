@@ -13,16 +13,13 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from fsdp_ciera.bench import netns, ranks
 
-import netns
-
-BENCHMARKS = Path(netns.__file__).parent
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 SLEEPER = """
-import sys, time
-sys.path.insert(0, sys.argv[1])
-from netns import Cluster
+import time
+from fsdp_ciera.bench.netns import Cluster
 with Cluster(2) as cluster:
     cluster.start(["sleep", "300"])
     print("up", flush=True)
@@ -52,7 +49,7 @@ def links_of_the_machine() -> set[str]:
 
 def start_sleeper() -> subprocess.Popen[str]:
     """A process that owns a cluster whose two ranks sleep."""
-    process = subprocess.Popen([sys.executable, "-c", SLEEPER, str(BENCHMARKS)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     return process
@@ -195,7 +192,7 @@ def has_ended(pid: int) -> bool:
 
 
 def test_a_failed_rank_is_named_and_its_peers_are_ended(namespaces: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(netns, "_SECONDS_FOR_PEERS_OF_A_FAILED_RANK", 0.2)
+    monkeypatch.setattr(ranks, "_SECONDS_FOR_PEERS_OF_A_FAILED_RANK", 0.2)
     command = 'if [ "$RANK" = 1 ]; then echo out of luck >&2; exit 3; fi; sleep 300'
     with netns.Cluster(2) as cluster:
         with pytest.raises(netns.RankError, match=r"(?s)rank 1 ended with 3.*out of luck") as failure:

@@ -1,0 +1,96 @@
+"""The paper's Table 3: CIERA's parts switched on one after the other, as speed-ups over stock FSDP2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from fsdp_ciera.bench.contenders import ABLATION, CONTENDERS, FSDP2, Contender
+from fsdp_ciera.bench.report import median_seconds, setting_text
+from fsdp_ciera.bench.results import Results
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblationStep:
+    """One column of the table."""
+
+    label: str
+    """What is added, such as `+BSC`."""
+    seconds: float
+    """Median of the timed iterations, NaN if there are none."""
+    speedup: float
+    """Over stock FSDP2, with everything that the steps before it brought; NaN if unknown."""
+    reason: str | None
+    """Why the speed-up is unknown."""
+    caveat: str | None
+    """What an earlier step had and this one lacks."""
+
+
+def ablation_steps(
+    results: Results,
+    ablation: Sequence[tuple[str, str]] = ABLATION,
+    contenders: Mapping[str, Contender] = CONTENDERS,
+) -> list[AblationStep]:
+    """One for each (label, contender key) of `ablation`, in its order."""
+    stock_seconds = median_seconds(results.of(FSDP2))
+    made, was_settled = [], False
+    for label, key in ablation:
+        contender = contenders.get(key)
+        is_settled = contender is not None and contender.settle
+        caveat = "without sizes settled ahead" if was_settled and not is_settled else None
+        was_settled |= is_settled
+        made.append(_step(label, key, results, contender, stock_seconds, caveat))
+    return made
+
+
+def _step(
+    label: str, key: str, results: Results, contender: Contender | None, stock_seconds: float, caveat: str | None
+) -> AblationStep:
+    measured = results.of(key)
+    seconds = median_seconds(measured)
+    reason = None
+    if math.isnan(seconds):
+        if contender is not None and (lack := contender.lacks(results.setting.hosts, results.setting.ranks_per_host)):
+            reason = lack
+        elif measured is None:
+            reason = "was not run"
+        else:
+            reason = (measured.failure or "has no timed iterations").strip().partition("\n")[0]
+    elif math.isnan(stock_seconds):
+        reason = "stock FSDP2 was not measured"
+    return AblationStep(
+        label=label,
+        seconds=seconds,
+        speedup=stock_seconds / seconds,
+        reason=reason,
+        caveat=caveat if reason is None else None,
+    )
+
+
+def ablation_table(
+    results: Results,
+    ablation: Sequence[tuple[str, str]] = ABLATION,
+    contenders: Mapping[str, Contender] = CONTENDERS,
+) -> Table:
+    """In the paper's layout: the model, stock seconds, and a cumulative speed-up for each part; "n/a" is explained below."""
+    steps = ablation_steps(results, ablation, contenders)
+    reasons = [f"{step.label}: {step.reason or step.caveat}" for step in steps if step.reason or step.caveat]
+    made = Table(
+        title=f"Cumulative speed-up over stock FSDP2 (paper: Table 3), {setting_text(results.setting)}",
+        caption="\n".join(reasons) or None,
+        box=SIMPLE,
+    )
+    made.add_column("model", overflow="fold")
+    for heading in ("FSDP2, s", *(step.label for step in steps)):
+        made.add_column(heading, justify="right")
+    stock_seconds = median_seconds(results.of(FSDP2))
+    made.add_row(
+        results.setting.model,
+        "n/a" if math.isnan(stock_seconds) else f"{stock_seconds:.3f}",
+        *("n/a" if step.reason is not None else f"{step.speedup:.2f}x" for step in steps),
+    )
+    return made

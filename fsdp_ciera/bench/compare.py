@@ -1,0 +1,120 @@
+"""Two runs of the stand side by side: do their ratios agree?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich.box import SIMPLE
+from rich.table import Table
+from rich.text import Text
+
+from fsdp_ciera.bench.contenders import CONTENDERS, FSDP2, Contender
+from fsdp_ciera.bench.report import ReportError, median_seconds, setting_text
+from fsdp_ciera.bench.results import Results, Setting
+
+BAR_PERCENT = 10.0
+_MUST_AGREE = ("hosts", "ranks_per_host", "rate", "mode", "model", "num_parameters", "tokens_per_rank", "learning_rate",
+               "reduce_dtype", "reduce_scatter")  # fmt: skip
+"""Fields of `Setting` without which ratios are of different things."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One contender in both runs. Ratios are median seconds of FSDP2 / median seconds; NaN where it was not measured."""
+
+    contender: str
+    first_ratio: float
+    second_ratio: float
+
+    @property
+    def apart_percent(self) -> float:
+        """By how much the larger ratio is above the smaller one."""
+        return 100 * (max(self.first_ratio, self.second_ratio) / min(self.first_ratio, self.second_ratio) - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two runs of the same job in the same setting."""
+
+    setting: Setting
+    """Of the first run."""
+    stock_seconds: tuple[float, float]
+    """Medians of FSDP2; not judged, since machines are not equally fast every day."""
+    rows: tuple[Compared, ...]
+    """Every contender of either run except FSDP2, whose ratio is 1."""
+
+    @property
+    def both(self) -> list[Compared]:
+        """Those measured in both runs."""
+        return [row for row in self.rows if not math.isnan(row.first_ratio + row.second_ratio)]
+
+    @property
+    def worst(self) -> Compared:
+        """The row whose ratios are furthest apart."""
+        return max(self.both, key=lambda row: row.apart_percent)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether no contender's ratios are further apart than the bar."""
+        return self.worst.apart_percent <= BAR_PERCENT
+
+    @property
+    def text(self) -> str:
+        """One line that says so."""
+        word = "agree" if self.agrees else "DO NOT AGREE"
+        return (
+            f"{len(self.both)} ratios {word} within {BAR_PERCENT:g} %: furthest apart {self.worst.contender}, "
+            f"{self.worst.first_ratio:.2f} and {self.worst.second_ratio:.2f}, {self.worst.apart_percent:.1f} %"
+        )
+
+
+def compare(first: Results, second: Results) -> Comparison:
+    """Pairs the contenders of two runs, in the order of the first.
+
+    Raises `ReportError` if the runs are of different jobs or links, or have no contender beside FSDP2 in common.
+    """
+    for name in _MUST_AGREE:
+        ours, theirs = getattr(first.setting, name), getattr(second.setting, name)
+        if ours != theirs:
+            raise ReportError(f"runs with {name}={ours!r} and {name}={theirs!r} cannot be compared: must be the same")
+    seconds = [{one.contender: median_seconds(one) for one in run.measured} for run in (first, second)]
+    stock = (seconds[0].get(FSDP2, math.nan), seconds[1].get(FSDP2, math.nan))
+    rows = tuple(
+        Compared(
+            contender=key,
+            first_ratio=stock[0] / seconds[0].get(key, math.nan),
+            second_ratio=stock[1] / seconds[1].get(key, math.nan),
+        )
+        for key in dict.fromkeys([*seconds[0], *seconds[1]])
+        if key != FSDP2
+    )
+    made = Comparison(setting=first.setting, stock_seconds=stock, rows=rows)
+    if not made.both:
+        raise ReportError(
+            f"no ratio was measured in both runs: one has {list(seconds[0])}, the other {list(seconds[1])}"
+        )
+    return made
+
+
+def comparison_table(found: Comparison, contenders: Mapping[str, Contender] = CONTENDERS) -> Table:
+    """Ratios of both runs, and how far apart; contenders that `contenders` lacks go by their key."""
+    made = Table(
+        title=f"Ratios to FSDP2 in two runs, {setting_text(found.setting)}",
+        caption=f"FSDP2 took {found.stock_seconds[0]:.3f} s and {found.stock_seconds[1]:.3f} s an iteration (medians)",
+        box=SIMPLE,
+    )
+    made.add_column("", overflow="fold")
+    for heading in ("first", "second", "apart"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    in_both = found.both
+    for row in found.rows:
+        label = contenders[row.contender].label if row.contender in contenders else row.contender
+        ratios = ("-" if math.isnan(ratio) else f"{ratio:.3f}" for ratio in (row.first_ratio, row.second_ratio))
+        apart = Text("one run only")
+        if row in in_both:
+            style = "green" if row.apart_percent <= BAR_PERCENT else "red"
+            apart = Text(f"{row.apart_percent:.1f} %", style)
+        made.add_row(Text(label), *ratios, apart, style="bold" if in_both and row is found.worst else None)
+    return made

@@ -1,0 +1,128 @@
+"""`ciera bench e2e`: prepare, measure, report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fsdp_ciera.bench.ablation import ablation_steps, ablation_table
+from fsdp_ciera.bench.compare import compare, comparison_table
+from fsdp_ciera.bench.contenders import chosen
+from fsdp_ciera.bench.job import prepare
+from fsdp_ciera.bench.netns import NetnsError, check_available
+from fsdp_ciera.bench.ranks import RankError
+from fsdp_ciera.bench.report import (
+    exit_code,
+    print_report,
+    print_verdicts,
+    verdicts,
+    write_csv,
+    write_steps_csv,
+)
+from fsdp_ciera.bench.results import Results
+from fsdp_ciera.bench.run import RunOptions, measure
+
+_LEAST_WIDTH = 120  # the tables'
+
+
+@dataclass(frozen=True, kw_only=True)
+class E2EOptions:
+    """What the command line says."""
+
+    run: RunOptions
+    contenders: list[str] | None
+    """Keys; `None`: all that can run on such hosts."""
+    output: Path
+    job: Path
+
+
+def run_e2e(options: E2EOptions) -> int:
+    """Returns 0; 1 where bits differ that must not; 2, with one line on stderr, when nothing could be measured."""
+    run = options.run
+    try:
+        contenders = chosen(options.contenders)
+        run.cluster()  # a wrong rate or number of hosts is said before anything is prepared
+        if not run.loopback:
+            check_available()
+    except (ValueError, NetnsError) as error:
+        return _say(error, run)
+    console = Console(width=max(Console().width, _LEAST_WIDTH))
+    able = []
+    for one in contenders:
+        reason = one.lacks(run.hosts, run.ranks_per_host)
+        if reason is None:
+            able.append(one)
+        else:
+            console.print(f"left out: {one.label}: {reason}", style="yellow", highlight=False)
+    console.print("preparing the model ...")
+    model = prepare(options.job)
+    console.print(f"{model.name}, {model.num_parameters / 1e6:.1f} M parameters", highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    try:
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task("starting the ranks", total=None)
+            results, traces = measure(
+                run, model, able, lambda text, done, total: bar.update(task, description=text, completed=done, total=total)
+            )
+    except (NetnsError, RankError, TimeoutError) as error:
+        return _say(error, run)
+    return report(results, traces, options.output, console)
+
+
+def report(results: Results, traces: dict[str, object], output: Path, console: Console) -> int:
+    """Prints and writes everything -> the exit code."""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "results.json").write_text(results.to_json())
+    write_csv(results, output / "results.csv")
+    write_steps_csv(results, output / "steps.csv")
+    (output / "traces").mkdir(exist_ok=True)
+    for key, trace in traces.items():
+        (output / "traces" / f"{key}.json").write_text(json.dumps(trace, indent=1) + "\n")
+    print_report(console, results)
+    console.print(ablation_table(results))
+    found = verdicts(results)
+    print_verdicts(console, found)
+    try:
+        from fsdp_ciera.bench.figures import draw_ablation, draw_iterations, draw_losses
+
+        draw_iterations(results, output / "iterations.png")
+        if any(step.reason is None for step in ablation_steps(results)):
+            draw_ablation(results, output / "ablation.png")
+        draw_losses(results, output / "losses.png")
+    except ImportError:
+        console.print("no pictures: matplotlib is not installed (pip install 'fsdp-ciera[plot]')", style="yellow")
+    console.print(f"see {output}/results.json, results.csv, steps.csv, traces, iterations.png, ablation.png, losses.png")
+    return exit_code(found)
+
+
+def run_compare(paths: Sequence[Path], plot: Path | None) -> int:
+    """Returns 0; 1 if two runs do not agree; 2 for files that are no results."""
+    console = Console(width=max(Console().width, _LEAST_WIDTH))
+    try:
+        runs = [Results.load(path) for path in paths]
+        agree = True
+        if len(runs) == 2:
+            found = compare(*runs)
+            console.print(comparison_table(found))
+            agree = found.agrees
+        if plot is not None:
+            from fsdp_ciera.bench.figures import draw_rates
+
+            draw_rates(runs, plot)
+            console.print(f"see {plot}")
+    except (OSError, ValueError) as error:
+        print(f"ciera bench compare: {error}", file=sys.stderr)
+        return 2
+    return 0 if agree else 1
+
+
+def _say(error: Exception, run: RunOptions) -> int:
+    hint = "" if run.loopback or not isinstance(error, NetnsError) else " (--loopback needs no root, and throttles nothing)"
+    print(f"ciera bench e2e: {error}{hint}", file=sys.stderr)
+    return 2

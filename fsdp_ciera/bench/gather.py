@@ -1,0 +1,259 @@
+"""`ciera bench gather`: one collective, plain and by every codec, over sizes, shares of changed values and link speeds.
+
+hosts of netns.py or local.py  ->  ranks of gather_rank.py, one set for each link speed  ->  cells  ->  gather_report.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fsdp_ciera.bench.gather_cells import Cell
+from fsdp_ciera.bench.gather_rank import ONE_UNIT_SHARE, Job
+from fsdp_ciera.bench.gather_report import size_text, speed_text, write_report
+from fsdp_ciera.bench.local import LocalCluster
+from fsdp_ciera.bench.netns import MAX_HOSTS, Cluster, NetnsError, bits_per_second, burst_bytes
+from fsdp_ciera.bench.ranks import Hosts, RankError, Run
+from fsdp_ciera.codecs import CODECS
+
+SMALLEST_BYTES, LARGEST_BYTES = 2**10, 2**34
+_TABLE_WIDTH = 120
+_SECONDS_WITHOUT_A_CELL = 1200.0
+_START_SECONDS = 10.0
+_PLAIN_BYTES_PER_SECOND, _CODEC_BYTES_PER_SECOND = 5e8, 2.5e8
+"""Of one core, for the estimate alone: gathered bytes of all ranks that it moves, and that it encodes or decodes."""
+
+
+class GatherError(ValueError):
+    """An option of `ciera bench gather` is not allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherOptions:
+    """What the command line says. Raises `GatherError` for what is not allowed."""
+
+    hosts: int
+    ranks_per_host: int
+    rates: tuple[str | None, ...]
+    """What each host may send, one run for each; `None`: no limit."""
+    loopback: bool
+    sizes_bytes: tuple[int, ...]
+    """Gathered totals in bf16."""
+    changed_percents: tuple[float, ...]
+    codecs: tuple[str, ...]
+    repeats: int | None
+    """Timed gathers of each contender in a cell; `None`: the fewer, the larger the size."""
+    output: Path
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.hosts <= MAX_HOSTS or self.ranks_per_host < 1 or self.num_ranks < 2:
+            raise GatherError(
+                f"--hosts {self.hosts} --ranks-per-host {self.ranks_per_host}: a gather needs at least 2 ranks on 1 to "
+                f"{MAX_HOSTS} hosts"
+            )
+        for rate in self.rates:
+            if rate is not None:
+                try:
+                    bits_per_second(rate)
+                except ValueError as error:
+                    raise GatherError(f"--rate: {error}, or none") from None
+                if self.loopback:
+                    raise GatherError(f"--loopback has no links to limit, so --rate {rate} must be left out")
+        for size in self.sizes_bytes:
+            if not SMALLEST_BYTES <= size <= LARGEST_BYTES:
+                raise GatherError(
+                    f"--sizes: {size} bytes must be from {size_text(SMALLEST_BYTES)} to {size_text(LARGEST_BYTES)}"
+                )
+        for percent in self.changed_percents:
+            if not 0 <= percent <= 100:
+                raise GatherError(f"--changes: {percent:g} must be from 0 to 100 percent of values")
+        for codec in self.codecs:
+            if codec not in CODECS:
+                raise GatherError(f"--codecs: {codec!r} is not one of {', '.join(CODECS)}")
+        for name, values in (
+            ("--rate", self.rates),
+            ("--sizes", self.sizes_bytes),
+            ("--changes", self.changed_percents),
+            ("--codecs", self.codecs),
+        ):
+            if not values or len(set(values)) != len(values):
+                raise GatherError(f"{name}: {values} must be at least one value, each once")
+        if self.repeats is not None and self.repeats < 1:
+            raise GatherError(f"--repeats {self.repeats} must be at least 1")
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the parameter."""
+        return self.hosts * self.ranks_per_host
+
+    def repeats_of(self, size_bytes: int) -> int:
+        """Timed gathers of each contender in a cell of this size."""
+        if self.repeats is not None:
+            return self.repeats
+        return 9 if size_bytes <= 4 * 2**20 else 5 if size_bytes <= 16 * 2**20 else 3
+
+    def job(self, rate: str | None) -> Job:
+        """What the ranks do at this link speed."""
+        return Job(
+            sizes_bytes=self.sizes_bytes,
+            repeats=tuple(map(self.repeats_of, self.sizes_bytes)),
+            changed_percents=self.changed_percents,
+            codecs=self.codecs,
+            drain_bytes=0 if rate is None else burst_bytes(rate),
+        )
+
+
+def run_gather(options: GatherOptions) -> int:
+    """Measures and reports. Returns the exit code: 1 when a gather differed from the plain one or a rank failed, 2 when
+    network namespaces are not to be had; said in one line on stderr."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_TABLE_WIDTH)
+    estimate = sum(estimated_seconds(options, rate) for rate in options.rates)
+    console.print(f"about {max(1, round(estimate / 60))} min, on a machine that does nothing else", highlight=False)
+    try:
+        cells = measure(options, console)
+    except NetnsError as error:
+        print(f"ciera: {error}; --loopback needs none, and has no links to limit", file=sys.stderr)
+        return 2
+    except (RankError, TimeoutError) as error:
+        print(f"ciera: {error}", file=sys.stderr)
+        return 1
+    try:
+        write_report(cells, setting_of(options), options.output, console)
+    except OSError as error:
+        print(f"ciera: --out: {str(options.output)!r} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+    wrong = [cell for cell in cells if not cell.is_equal]
+    for cell in wrong:
+        where = f"{size_text(cell.size_bytes)}, {cell.changed_percent:g} % changed, {speed_text(cell.rate)}"
+        print(f"ciera: {cell.codec} gave other bits than the plain gather: {where}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def measure(options: GatherOptions, console: Console) -> list[Cell]:
+    """All cells, rate by rate. Raises `NetnsError`, `RankError`, or `TimeoutError` where nothing gets on."""
+    cells: list[Cell] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        total = sum(estimated_seconds(options, rate) for rate in options.rates)
+        task = progress.add_task("", total=total)
+        for rate in options.rates:
+            progress.update(task, description=f"{speed_text(rate)}: starting {options.num_ranks} ranks")
+
+            def note(done: int, rate: str | None = rate) -> None:
+                place = done // len(options.codecs)
+                size = options.sizes_bytes[min(place // len(options.changed_percents), len(options.sizes_bytes) - 1)]
+                percent = options.changed_percents[place % len(options.changed_percents)]
+                spent = sum(
+                    _cell_seconds(options, rate, options.sizes_bytes[i // len(options.changed_percents)],
+                                  options.changed_percents[i % len(options.changed_percents)])
+                    for i in range(place)
+                )  # fmt: skip
+                earlier = sum(estimated_seconds(options, r) for r in options.rates[: options.rates.index(rate)])
+                text = f"{speed_text(rate)}: {size_text(size)}, {percent:g} % changed"
+                progress.update(task, description=text, completed=earlier + _START_SECONDS + spent)
+
+            with _hosts(options, rate) as hosts:
+                cells += _measure_at(hosts, options, rate, note)
+        progress.update(task, description="measured", completed=total)
+    return cells
+
+
+def _hosts(options: GatherOptions, rate: str | None) -> Hosts:
+    return LocalCluster(options.hosts) if options.loopback else Cluster(options.hosts, rate)
+
+
+def _measure_at(hosts: Hosts, options: GatherOptions, rate: str | None, note: Callable[[int], None]) -> list[Cell]:
+    num_outcomes = len(options.sizes_bytes) * len(options.changed_percents) * len(options.codecs)
+    with tempfile.TemporaryDirectory(prefix="ciera-gather-") as folder:
+        path = Path(folder) / "outcomes"
+        argv = [sys.executable, "-m", "fsdp_ciera.bench.gather_rank", options.job(rate).to_json(), str(path)]
+        run = hosts.start(argv, ranks_per_host=options.ranks_per_host)
+        lines = _await_lines(path, num_outcomes, run, note)
+        run.wait(60)
+    return [_cell(rate, json.loads(line)) for line in lines]
+
+
+def _await_lines(path: Path, number: int, run: Run, note: Callable[[int], None]) -> list[str]:
+    """The lines that rank 0 writes, once all have come; tells `note` how many there are."""
+    lines: list[str] = []
+    last_news = time.monotonic()
+    while len(lines) < number:
+        run.raise_if_failed()
+        found = path.read_text(encoding="utf-8") if path.exists() else ""
+        complete = found[: found.rfind("\n") + 1].splitlines()
+        if len(complete) > len(lines):
+            lines, last_news = complete, time.monotonic()
+            note(len(lines))
+        elif time.monotonic() - last_news > _SECONDS_WITHOUT_A_CELL:
+            raise TimeoutError(f"no cell was measured for {_SECONDS_WITHOUT_A_CELL:g} s ({len(lines)} of {number} are)")
+        time.sleep(0.1)
+    return lines
+
+
+def _cell(rate: str | None, outcome: dict[str, Any]) -> Cell:
+    samples = {key: tuple(outcome[key]) for key in ("plain_samples", "samples")}
+    return Cell(rate=rate, **{**outcome, **samples})
+
+
+def setting_of(options: GatherOptions) -> dict[str, Any]:
+    """Where and how it is measured, as JSON values."""
+    return {
+        "hosts": options.hosts,
+        "ranks_per_host": options.ranks_per_host,
+        "mode": "loopback" if options.loopback else "namespaces",
+        "machine": f"{platform.system()} {platform.machine()}",
+        "num_cores": len(os.sched_getaffinity(0)),
+        "torch_version": torch.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["ciera", *sys.argv[1:]]),
+    }
+
+
+def estimated_seconds(options: GatherOptions, rate: str | None) -> float:
+    """About how long all cells at one link speed take, from formulas and rough speeds of a core."""
+    cells = [(size, percent) for size in options.sizes_bytes for percent in options.changed_percents]
+    return _START_SECONDS + sum(_cell_seconds(options, rate, size, percent) for size, percent in cells)
+
+
+def _cell_seconds(options: GatherOptions, rate: str | None, size_bytes: int, changed_percent: float) -> float:
+    # The first gather of each codec, with the caches still empty, is spread over the cells of a size.
+    rounds = options.repeats_of(size_bytes) + 1 / len(options.changed_percents)
+    shares = [1.0, *(_expected_share(codec, changed_percent / 100) for codec in options.codecs)]
+    link_seconds = 0.0
+    if rate is not None:
+        sent_bytes = size_bytes * (options.num_ranks - 1) / options.num_ranks
+        burst_seconds = 8 * 2 * burst_bytes(rate) / bits_per_second(rate)
+        link_seconds = 8 * sent_bytes * sum(shares) / bits_per_second(rate) + burst_seconds * len(shares)
+    all_bytes = size_bytes * options.num_ranks / len(os.sched_getaffinity(0))
+    core_seconds = all_bytes * (len(shares) / _PLAIN_BYTES_PER_SECOND + len(options.codecs) / _CODEC_BYTES_PER_SECOND)
+    return rounds * (link_seconds + core_seconds + 0.01 * len(shares))
+
+
+def _expected_share(codec: str, changed: float) -> float:
+    """Sent bytes / plain ones, about."""
+    if codec == "value_delta":
+        bits = changed * (1 + _entropy(ONE_UNIT_SHARE) / ONE_UNIT_SHARE) + _entropy(changed)
+        return bits / 16
+    return {"raw": 1.0, "entropy": 0.67}.get(codec, 0.55)
+
+
+def _entropy(share: float) -> float:
+    rest: Sequence[float] = (share, 1 - share)
+    return -sum(part * math.log2(part) for part in rest if part > 0)

@@ -1,0 +1,297 @@
+"""One rank of the stand: waits for its turns, and trains the job in a process of its own for each.
+
+    python -m fsdp_ciera.bench.rank FOLDER
+
+`FOLDER` holds setting.json and, turn by turn, `turn N.json` with the contender. For each the rank forks: imports and the model
+are there already, and peak memory, threads and process group are the turn's own. What it measured goes to `turn N rank R.json`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+
+import fsdp_ciera
+from fsdp_ciera.bench.contenders import CONTENDERS, Contender, reshard_size
+from fsdp_ciera.bench.job import Job, JobOptions, load, local_of
+from fsdp_ciera.bench.peers import Int8AllGather, PeerAllGather, StatelessAllGather, use
+from fsdp_ciera.bench.ring import ring_reduce_scatter
+from fsdp_ciera.instruments import Instruments, leaves_host
+from fsdp_ciera.recipes.shard import decoder_layers
+from fsdp_ciera.tracing import RecordedStep, build_trace, groups_of
+
+TIMEOUT = timedelta(minutes=5)
+_POLL_SECONDS = 0.02
+
+
+def main() -> None:
+    """Turns until the file `end` is there."""
+    folder = Path(sys.argv[1])
+    setting = json.loads((folder / "setting.json").read_text())
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    model, tokens = load(Path(setting["job"]))
+    turn = 0
+    while True:
+        path = folder / f"turn {turn}.json"
+        while not path.exists():
+            if (folder / "end").exists() or os.getppid() == 1:
+                return
+            time.sleep(_POLL_SECONDS)
+        contender = CONTENDERS[json.loads(path.read_text())["contender"]]
+        run_forked(lambda turn=turn, c=contender: take_turn(c, model, tokens, setting, turn),
+                   folder / f"turn {turn} rank {rank}.json")  # fmt: skip
+        turn += 1
+
+
+def run_forked(work: Callable[[], dict[str, Any]], result: Path) -> None:
+    """`work` in a child process; its record, or {"failure": why}, in `result` when this returns."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            try:
+                record = work()
+            except BaseException as error:
+                traceback.print_exc()
+                record = {"failure": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"}
+            _write(result, record)
+            code = 0
+        finally:
+            sys.stderr.flush()
+            os._exit(code)  # no exit handlers: those of threads that only the parent has
+    _, status = os.waitpid(child, 0)
+    if not result.exists():
+        _write(result, {"failure": f"the rank's process ended with status {status}"})
+
+
+def take_turn(contender: Contender, model: nn.Module, tokens: Tensor, setting: dict[str, Any], turn: int) -> dict[str, Any]:
+    """Trains and measures: what the driver needs of this rank, as plain JSON."""
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1 + turn % 1000)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    options = JobOptions(**setting["options"])
+    custom = ring_reduce_scatter if setting["reduce_scatter"] == "ring" else None
+    with Instruments(custom) as watch:
+        subject = Zero3Subject(model, tokens, options, watch) if contender.is_zero3 else \
+            FSDP2Subject(contender, model, tokens, options, watch)  # fmt: skip
+        record = measure(subject, watch, setting["warmup_steps"], setting["timed_steps"])
+        record |= subject.facts()
+        if dist.get_rank() == 0 and isinstance(subject, FSDP2Subject):
+            record["trace"] = subject.trace(setting)
+    dist.barrier()
+    dist.destroy_process_group()
+    return record
+
+
+def measure(subject: Subject, watch: Instruments, warmup_steps: int, timed_steps: int) -> dict[str, Any]:
+    """Warm-up and timed steps. Bytes of the interface are read at the same moments as the clock."""
+    losses, steps = [], []
+    dist.barrier()
+    for step in range(warmup_steps + timed_steps):
+        counted, interface = subject.gathered_bytes(), interface_bytes()
+        watch.begin()
+        losses.append(subject.step(step))
+        began, ended, recorded = watch.end()
+        codec_seconds = subject.codec_seconds()
+        if step < warmup_steps:
+            continue
+        seconds = {node: sum(one.seconds for one in recorded if one.node in nodes) for node, nodes in _PARTS.items()}
+        now = interface_bytes()
+        gathered = subject.gathered_bytes()
+        of_collectives = {node: sum(one.sent_bytes for one in recorded if one.node in nodes) for node, nodes in _PARTS.items()}
+        sent = of_collectives["gather"] if counted is None or gathered is None else gathered - counted
+        steps.append({
+            "step": step,
+            "seconds": ended - began,
+            "gather_seconds": seconds["gather"],
+            "reduce_scatter_seconds": seconds["reduce_scatter"],
+            "other_collective_seconds": seconds["other"],
+            "codec_seconds": seconds["codec"] + codec_seconds,
+            "gathered_bytes": sent,
+            "counted_bytes": sent + of_collectives["reduce_scatter"] + of_collectives["other"],
+            "interface_bytes": None if now is None or interface is None else now - interface,
+            "loss": losses[-1],
+        })  # fmt: skip
+        subject.keep(RecordedStep(began, ended, recorded, tuple(watch.phases)))
+    return {"steps": steps, "losses": losses}
+
+
+_PARTS = {
+    "gather": ("AllGather", "InNode"),
+    "reduce_scatter": ("ReduceScatter",),
+    "other": ("AllReduce",),
+    "codec": ("Hash", "Cmp", "PreDecmp", "Decmp"),
+}
+
+
+class Subject:
+    """A contender at work."""
+
+    def step(self, step: int) -> float:
+        """One optimizer step -> its loss."""
+        raise NotImplementedError
+
+    def gathered_bytes(self) -> float | None:
+        """What has left this rank's host for parameters so far, by the contender's own count; `None`: it keeps none."""
+        return None
+
+    def codec_seconds(self) -> float:
+        """In codecs since the last call, where instruments cannot see them."""
+        return 0.0
+
+    def keep(self, step: RecordedStep) -> None:
+        """A timed step was recorded."""
+
+    def facts(self) -> dict[str, Any]:
+        """What is known at the end."""
+        return {"peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+class FSDP2Subject(Subject):
+    """Stock FSDP2, ours, and the rivals that sit in FSDP2's place."""
+
+    def __init__(
+        self, contender: Contender, model: nn.Module, tokens: Tensor, options: JobOptions, watch: Instruments
+    ) -> None:
+        self.contender = contender
+        self.model = model
+        self.options = options
+        ranks_per_host = int(os.environ["LOCAL_WORLD_SIZE"])
+        num_hosts = dist.get_world_size() // ranks_per_host
+        policy = contender.make_policy(options.learning_rate, ranks_per_host)
+        self.is_ours = policy is not None
+        shard_model(model, contender, policy, options, reshard_size(num_hosts, ranks_per_host))
+        self.peers: list[PeerAllGather] = []
+        if contender.gather is not None:
+            self.peers = list(use(model, _PEER_GATHERS[contender.gather]))
+        self.job = Job(model, tokens, options, watch, settle=contender.settle)
+        self._leaves = leaves_host(dist.group.WORLD)  # type: ignore[arg-type]
+        self._peer_codec_seconds = 0.0
+        self._steps: list[RecordedStep] = []
+
+    def step(self, step: int) -> float:
+        return self.job.step(step)
+
+    def gathered_bytes(self) -> float | None:
+        if self.peers:
+            return float(self._leaves * sum(peer.sent_bytes for peer in self.peers))
+        if not self.is_ours:
+            return None
+        links = fsdp_ciera.stats(self.model).by_link
+        outside = {"flat": self._leaves, "between_nodes": True}
+        return float(sum(amount.wire_bytes for link, amount in links.items() if outside.get(link, False)))
+
+    def codec_seconds(self) -> float:
+        before, self._peer_codec_seconds = self._peer_codec_seconds, sum(peer.codec_seconds for peer in self.peers)
+        return self._peer_codec_seconds - before
+
+    def keep(self, step: RecordedStep) -> None:
+        self._steps.append(step)
+
+    def facts(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self.model.named_parameters()):
+            digest.update(name.encode())
+            digest.update(local_of(parameter).detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        facts = {**super().facts(), "digest": digest.hexdigest(), "cache_bytes": 0, "notes": []}
+        if self.is_ours:
+            counts = fsdp_ciera.stats(self.model)
+            facts |= {"cache_bytes": counts.cache_bytes, "notes": list(counts.notes)}
+        return facts
+
+    def trace(self, setting: dict[str, Any]) -> Any:
+        """The median timed step as a `Trace`, `None` where steps were of different kinds."""
+        with suppress(ValueError):
+            return json.loads(
+                build_trace(
+                    self._steps,
+                    groups_of(self.model),
+                    contender=self.contender.key,
+                    world_size=dist.get_world_size(),
+                    ranks_per_host=int(os.environ["LOCAL_WORLD_SIZE"]),
+                    num_cores=setting["num_cores"],
+                    rate_bits_per_second=setting["rate_bits_per_second"],
+                    is_serial=True,
+                    item_bytes=2,
+                    reduce_item_bytes=getattr(torch, self.options.reduce_dtype).itemsize,
+                    num_parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+                ).to_json()
+            )
+        return None
+
+
+def shard_model(
+    model: nn.Module, contender: Contender, policy: Any, options: JobOptions, num_reshard_ranks: int | None
+) -> None:
+    """FSDP2 by decoder layer and root, all with the same `reshard_after_forward`, unlike FSDP2's default for the root: which
+    alone would make the contenders differ in what they free."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    reshard = num_reshard_ranks if contender.reshard_after_forward == "int" else contender.reshard_after_forward
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, options.reduce_dtype))
+    shard: Callable[..., Any] = stock_fully_shard
+    if policy is not None:
+        shard = partial(fsdp_ciera.fully_shard, ciera_policy=policy)
+    for module in (*decoder_layers(model), model):
+        shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
+    assert isinstance(model, FSDPModule)
+
+
+class Zero3Subject(Subject):
+    """DeepSpeed ZeRO-3."""
+
+    def __init__(self, model: nn.Module, tokens: Tensor, options: JobOptions, watch: Instruments) -> None:
+        from fsdp_ciera.bench.zero3 import Zero3Job
+
+        self.job = Zero3Job(model, tokens, options, watch)
+
+    def step(self, step: int) -> float:
+        return self.job.step(step)
+
+
+_PEER_GATHERS: dict[str, Callable[[], PeerAllGather]] = {
+    "int8": Int8AllGather,
+    "zstd": partial(StatelessAllGather, "zstd"),
+    "zipnn": partial(StatelessAllGather, "zipnn"),
+}
+
+
+def interface_bytes() -> int | None:
+    """What has left this host by its interface, on its first rank; 0 on its others, `None` without one of its own."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if name.startswith("lo"):
+        return None
+    if int(os.environ["LOCAL_RANK"]):
+        return 0
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        interface, _, counts = line.partition(":")
+        if interface.strip() == name:
+            return int(counts.split()[8])
+    return None
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(record))
+    unfinished.rename(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,393 @@
+"""What a run of the stand says, in words: figures by contender, tables, CSV and verdicts.
+
+    Results  ->  summarize  ->  time_table, bytes_table, write_csv, verdicts      (pictures: figures.py, ablation.py)
+
+Every ratio is one of medians over all timed iterations of one run: the median seconds of FSDP2 by those of the contender, so
+that 2 means half as long. Since contenders take turns in each round, a slow minute of the machine meets them all. Bytes are
+means over the timed iterations, of one host. What is not known (no iterations, no interface, no FSDP2 in the run) is NaN, shown
+as "-" in tables and left empty in CSV.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fsdp_ciera.bench.contenders import CONTENDERS, FSDP2, KEEP, Contender, Kind
+from fsdp_ciera.bench.results import Measured, Results, Setting, Step
+
+DEFAULT = "default"
+"""Our default policy."""
+PARTS = ("compute", "gather", "reduce_scatter", "other_collective", "codec")
+"""Of an iteration; fields of `Step`, with `_seconds` behind."""
+
+BYTES_BAR_PERCENT, SLOWER_BAR_PERCENT = 1.0, 2.0
+MARKS = ((FSDP2, "FSDP2", 2.3), (KEEP, "FSDP2 reshard_after_forward=False", 1.8))
+"""How many times shorter iterations of the default policy are to be, in the setting below."""
+MARK_HOSTS, MARK_RATE = 4, "200mbit"
+
+
+class ReportError(ValueError):
+    """Results cannot be shown, drawn or compared as asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The figures of one contender. Seconds are medians over its timed iterations."""
+
+    contender: Contender
+    measured: Measured
+    seconds: float
+    p5_seconds: float
+    p95_seconds: float
+    part_seconds: Mapping[str, float]
+    """By `PARTS`; each a median of its own, so they add up to `seconds` only nearly."""
+    stock_ratio: float
+    """Seconds of FSDP2 / seconds."""
+    keep_ratio: float
+    """Seconds of FSDP2 with `reshard_after_forward=False` / seconds."""
+    counted_bytes: float
+    gathered_bytes: float
+    interface_bytes: float
+    has_stock_bits: bool | None
+    """Whether all losses and the final parameters have the bits of FSDP2; `None` where either was not measured."""
+    loss: float
+    """The last one of a round."""
+    loss_difference: float
+    """`loss` less that of FSDP2 at the same iteration."""
+
+    @property
+    def label(self) -> str:
+        """The contender's label; a lossy one says so."""
+        label = self.contender.label
+        return label if self.contender.is_lossless or "lossy" in label.lower() else f"{label} (lossy)"
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether it takes longer than FSDP2 by more than the bar."""
+        return self.stock_ratio * (1 + SLOWER_BAR_PERCENT / 100) < 1
+
+    @property
+    def interface_percent(self) -> float:
+        """By how much the interface counted more than the library, in percent of the library's count."""
+        return 100 * (_ratio(self.interface_bytes, self.counted_bytes) - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One promise, and whether this run kept it."""
+
+    name: str
+    passed: bool | None
+    """`None`: this run cannot tell."""
+    text: str
+    decides: bool
+    """Whether the command's exit code is 1 if it was not kept."""
+
+
+def summarize(results: Results, contenders: Mapping[str, Contender] = CONTENDERS) -> list[Summary]:
+    """The figures of every contender of a run, in its order. Raises `ReportError` for one that `contenders` lacks."""
+    unknown = [one.contender for one in results.measured if one.contender not in contenders]
+    if unknown:
+        raise ReportError(f"contender {unknown[0]!r} of the results is none of {', '.join(contenders)}")
+    stock, keep = results.of(FSDP2), results.of(KEEP)
+    return [_summary(one, contenders[one.contender], stock, keep) for one in results.measured]
+
+
+def median_seconds(measured: Measured | None) -> float:
+    """Of the timed iterations; NaN where there are none."""
+    return _median(step.seconds for step in measured.steps) if measured else math.nan
+
+
+def _summary(measured: Measured, contender: Contender, stock: Measured | None, keep: Measured | None) -> Summary:
+    steps = measured.steps
+    seconds = [step.seconds for step in steps]
+    p5, p95 = (float(value) for value in np.percentile(seconds, (5, 95))) if seconds else (math.nan, math.nan)
+    on_interface = [math.nan if step.interface_bytes is None else step.interface_bytes for step in steps]
+    last = min(len(measured.losses), len(stock.losses)) - 1 if stock else -1
+    return Summary(
+        contender=contender,
+        measured=measured,
+        seconds=_median(seconds),
+        p5_seconds=p5,
+        p95_seconds=p95,
+        part_seconds={part: _median(getattr(step, f"{part}_seconds") for step in steps) for part in PARTS},
+        stock_ratio=_ratio(median_seconds(stock), _median(seconds)),
+        keep_ratio=_ratio(median_seconds(keep), _median(seconds)),
+        counted_bytes=_mean(step.counted_bytes for step in steps),
+        gathered_bytes=_mean(step.gathered_bytes for step in steps),
+        interface_bytes=_mean(on_interface),
+        has_stock_bits=_has_same_bits(measured, stock) if stock else None,
+        loss=measured.losses[-1] if measured.losses else math.nan,
+        loss_difference=measured.losses[last] - stock.losses[last] if stock and last >= 0 else math.nan,
+    )
+
+
+def _has_same_bits(measured: Measured, stock: Measured) -> bool | None:
+    if not (measured.losses and stock.losses and measured.parameters_digest and stock.parameters_digest):
+        return None
+    # Losses of timed iterations too: `losses` is of one round, and every round starts from the same weights.
+    of_stock = {(step.round, step.step): step.loss for step in stock.steps}
+    timed = [(step.loss, of_stock.get((step.round, step.step), step.loss)) for step in measured.steps]
+    return (
+        measured.parameters_digest == stock.parameters_digest
+        and _bits(measured.losses) == _bits(stock.losses)
+        and _bits(ours for ours, _ in timed) == _bits(theirs for _, theirs in timed)
+    )
+
+
+def _bits(values: Iterable[float]) -> bytes:
+    return b"".join(struct.pack("<d", value) for value in values)  # unlike ==, tells -0 from 0 and a NaN is itself
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(values) if (values := list(values)) else math.nan
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values) if (values := list(values)) else math.nan
+
+
+def _ratio(above: float, below: float) -> float:
+    return above / below if below else math.nan
+
+
+def print_report(console: Console, results: Results, contenders: Mapping[str, Contender] = CONTENDERS) -> None:
+    """Both tables, then what failed and what is to be known about contenders, one line each."""
+    summaries = summarize(results, contenders)
+    console.print(time_table(results.setting, summaries))
+    console.print(bytes_table(results.setting, summaries))
+    for summary in summaries:
+        if summary.measured.failure is not None:
+            console.print(Text(f"- {summary.label} was not measured: {_one_line(summary.measured.failure)}", "yellow"))
+        for note in summary.measured.notes:
+            console.print(Text(f"- {summary.label}: {note}"))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def time_table(setting: Setting, summaries: Sequence[Summary]) -> Table:
+    """Seconds of an iteration and of its parts, and the ratios; fits 120 columns."""
+    made = _table(
+        f"Seconds of an iteration, {setting_text(setting)}",
+        "p5, p95: percentiles of iterations; parts: medians, means over ranks. x FSDP2: median of FSDP2 / this median",
+        ("median", "p5", "p95", "compute", "gather", "reduce", "other", "codec", "x FSDP2", "x keep"),
+    )
+    for summary in summaries:
+        seconds = (summary.seconds, summary.p5_seconds, summary.p95_seconds, *summary.part_seconds.values())
+        made.add_row(
+            Text(summary.label),
+            *(_number(value, 3) for value in seconds),
+            Text(_number(summary.stock_ratio, 2), "red" if summary.is_slower else ""),
+            _number(summary.keep_ratio, 2),
+            style=_style(summary),
+        )
+    return made
+
+
+def bytes_table(setting: Setting, summaries: Sequence[Summary]) -> Table:
+    """MB of an iteration, memory and losses; fits 120 columns."""
+    made = _table(
+        f"Bytes and losses, {setting_text(setting)}",
+        "MB out of a host in an iteration, means (1 MB = 10^6 B); memory of the largest rank; loss: the last of a round",
+        (
+            "gathers\nMB",
+            "all, counted\nMB",
+            "interface\nMB",
+            "differ",
+            "peak\nMB",
+            "caches\nMB",
+            "loss",
+            "against FSDP2",
+        ),
+    )
+    for summary in summaries:
+        percent = summary.interface_percent
+        sent = (summary.gathered_bytes, summary.counted_bytes, summary.interface_bytes)
+        made.add_row(
+            Text(summary.label),
+            *(_number(value / 1e6, 2) for value in sent),
+            "-" if math.isnan(percent) else f"{percent:+.2f} %",
+            *(
+                _number(value / 1e6 if summary.measured.steps else math.nan, 0)
+                for value in (summary.measured.peak_memory_bytes, summary.measured.cache_bytes)
+            ),
+            _number(summary.loss, 6),
+            _loss_text(summary),
+            style=_style(summary),
+        )
+    return made
+
+
+def setting_text(setting: Setting) -> str:
+    """`4 hosts x 1 rank, 200mbit`, for titles."""
+    ranks = "1 rank" if setting.ranks_per_host == 1 else f"{setting.ranks_per_host} ranks"
+    where = "loopback" if setting.mode == "loopback" else setting.rate or "no limit"
+    return f"{setting.hosts} host{'s' * (setting.hosts != 1)} x {ranks}, {where}"
+
+
+def _table(title: str, caption: str, headings: Sequence[str]) -> Table:
+    made = Table(title=title, caption=caption, box=SIMPLE, padding=(0, 1, 0, 0), collapse_padding=True)
+    made.add_column("", overflow="fold")
+    for heading in headings:
+        made.add_column(heading, justify="right", no_wrap=True)
+    return made
+
+
+def _number(value: float, num_digits: int) -> str:
+    return "-" if math.isnan(value) else f"{value:,.{num_digits}f}"
+
+
+def _style(summary: Summary) -> str | None:
+    if summary.measured.failure is not None:
+        return "yellow"
+    return {Kind.STOCK: None, Kind.PEER: "dim", Kind.OURS: "bold"}[summary.contender.kind]
+
+
+def _loss_text(summary: Summary) -> Text:
+    if summary.measured.failure is not None:
+        return Text("not measured")
+    if summary.contender.key == FSDP2:
+        return Text("reference")
+    if summary.has_stock_bits:
+        return Text("same bits", "green")
+    if math.isnan(summary.loss_difference):
+        return Text("-")
+    # A difference of zero with other bits elsewhere must not read like equality.
+    return Text(f"{summary.loss_difference:+.2e}", "red" if summary.contender.is_bitwise else "")
+
+
+def verdicts(results: Results, contenders: Mapping[str, Contender] = CONTENDERS) -> list[Verdict]:
+    """Bits, bytes, never slower, and the speed marks in their setting. Only lost bits and failed runs decide the exit code."""
+    summaries = summarize(results, contenders)
+    found = [_ran(results.setting, summaries), _bits_kept(summaries), _bytes_agree(summaries), _never_slower(summaries)]
+    if results.setting.hosts == MARK_HOSTS and results.setting.rate == MARK_RATE:
+        default = median_seconds(results.of(DEFAULT))
+        for key, name, mark in MARKS:
+            ratio = _ratio(median_seconds(results.of(key)), default)
+            passed = None if math.isnan(ratio) else ratio >= mark
+            text = f"default policy {_number(ratio, 3)}x as fast as {name} (mark {mark})"
+            found.append(Verdict(name=f"{mark}x", passed=passed, text=text, decides=False))
+    return found
+
+
+def exit_code(found: Sequence[Verdict]) -> int:
+    """1 if a verdict that decides was not kept, else 0."""
+    return int(any(one.decides and one.passed is False for one in found))
+
+
+def print_verdicts(console: Console, found: Sequence[Verdict]) -> None:
+    """One line each; in words as well as in colour."""
+    for one in found:
+        word, style = {True: ("✓ kept  ", "green"), False: ("✗ MISSED", "red"), None: ("- unknown", "yellow")}[
+            one.passed
+        ]
+        console.print(Text.assemble((word, style), f"  {one.name}: {one.text}"))
+
+
+def _ran(setting: Setting, summaries: Sequence[Summary]) -> Verdict:
+    able = [one for one in summaries if not one.contender.lacks(setting.hosts, setting.ranks_per_host)]
+    mine = [one for one in able if one.contender.kind is not Kind.PEER]
+    failed = [one.label for one in mine if one.measured.failure is not None or not one.measured.steps]
+    text = f"NOT measured: {'; '.join(failed)}" if failed else f"all {len(mine)} of FSDP2 and ours were measured"
+    return Verdict(name="runs", passed=not failed, text=text, decides=True)
+
+
+def _bits_kept(summaries: Sequence[Summary]) -> Verdict:
+    others = [one for one in summaries if one.contender.is_bitwise and one.contender.key != FSDP2]
+    judged = [one for one in others if one.has_stock_bits is not None]
+    lost = [one.label for one in judged if not one.has_stock_bits]
+    text = f"{len(judged) - len(lost)} of {len(judged)} have FSDP2's losses and parameters, bit for bit"
+    if lost:
+        text += f"; DIFFERENT BITS: {'; '.join(lost)}"
+    if unknown := [one.label for one in others if one.has_stock_bits is None]:
+        text += f"; not compared: {'; '.join(unknown)}"
+    return Verdict(name="bits", passed=not lost if judged else None, text=text, decides=True)
+
+
+def _bytes_agree(summaries: Sequence[Summary]) -> Verdict:
+    known = [one for one in summaries if not math.isnan(one.interface_percent)]
+    if not known:
+        return Verdict(name="bytes", passed=None, text="no interface was read", decides=False)
+    over = [one for one in known if abs(one.interface_percent) > BYTES_BAR_PERCENT]
+    of_peers = [one for one in over if one.contender.kind is Kind.PEER]
+    judged = [one for one in over if one.contender.kind is not Kind.PEER]
+    text = f"interface against count, {len(known)} read, over {BYTES_BAR_PERCENT:g} %: {_percents(judged)}"
+    text += f", of peers: {_percents(of_peers)}"
+    if not over:
+        text += f"; largest: {_percents([max(known, key=lambda one: abs(one.interface_percent))])}"
+    return Verdict(name="bytes", passed=not judged, text=text, decides=False)
+
+
+def _percents(summaries: Sequence[Summary]) -> str:
+    # Where little is sent, the messages of gloo and TCP themselves are a large share: so the difference itself too.
+    texts = [
+        f"{one.label} {one.interface_percent:+.2f} % "
+        f"({(one.interface_bytes - one.counted_bytes) / 1e3:+,.0f} kB an iteration)"
+        for one in summaries
+    ]
+    return "; ".join(texts) or "none"
+
+
+def _never_slower(summaries: Sequence[Summary]) -> Verdict:
+    ours = [one for one in summaries if one.contender.kind is Kind.OURS and one.contender.is_lossless]
+    known = [one for one in ours if not math.isnan(one.stock_ratio)]
+    if not known:
+        return Verdict(name="never slower", passed=None, text="none of ours beside FSDP2", decides=False)
+    slow = [one for one in known if one.is_slower]
+    worst = min(known, key=lambda one: one.stock_ratio)
+    text = f"of ours, {len(slow)} of {len(known)} take over {SLOWER_BAR_PERCENT:g} % longer than FSDP2"
+    named = "; ".join(f"{one.label} {100 * (1 / one.stock_ratio - 1):+.1f} %" for one in slow or [worst])
+    return Verdict(
+        name="never slower",
+        passed=not slow,
+        text=f"{text}: {named}" if slow else f"{text}; the slowest: {named}",
+        decides=False,
+    )
+
+
+def write_csv(results: Results, path: Path, contenders: Mapping[str, Contender] = CONTENDERS) -> None:
+    """One row for each contender, exact figures. Raises `OSError`."""
+    of_contender = ("key", "label", "kind", "is_lossless", "is_bitwise")
+    of_summary = ("seconds", "p5_seconds", "p95_seconds", "stock_ratio", "keep_ratio", "gathered_bytes", "counted_bytes",
+                  "interface_bytes", "interface_percent", "loss", "loss_difference", "has_stock_bits")  # fmt: skip
+    of_measured = ("peak_memory_bytes", "cache_bytes", "failure")
+    rows = [
+        {name: getattr(one.contender, name) for name in of_contender}
+        | {"num_timed_steps": len(one.measured.steps)}
+        | {name: getattr(one, name) for name in of_summary}
+        | {f"{part}_seconds": one.part_seconds[part] for part in PARTS}
+        | {name: getattr(one.measured, name) for name in of_measured}
+        | {"notes": "; ".join(one.measured.notes)}
+        for one in summarize(results, contenders)
+    ]
+    _write_rows(rows, list(rows[0]) if rows else [], path)
+
+
+def write_steps_csv(results: Results, path: Path) -> None:
+    """One row for each timed iteration of each contender. Raises `OSError`."""
+    rows = [{"contender": one.contender, **asdict(step)} for one in results.measured for step in one.steps]
+    _write_rows(rows, ["contender", *(field.name for field in fields(Step))], path)
+
+
+def _write_rows(rows: Sequence[Mapping[str, object]], headings: Sequence[str], path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, headings, lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow(
+                {key: "" if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}
+            )

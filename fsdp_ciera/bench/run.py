@@ -1,0 +1,234 @@
+"""One run of the stand: all contenders in turn, round after round, on the same hosts and links -> `Results`.
+
+    round 0: A B C ...   round 1: A B C ...
+
+Rounds are interleaved so that what else the machine does meets all contenders alike. A turn begins at the pretrained weights
+with empty caches, and its first `warmup_steps` iterations are not timed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from fsdp_ciera.bench.contenders import Contender
+from fsdp_ciera.bench.job import JobModel, JobOptions
+from fsdp_ciera.bench.local import LocalCluster
+from fsdp_ciera.bench.netns import Cluster, bits_per_second
+from fsdp_ciera.bench.ranks import Run
+from fsdp_ciera.bench.results import Measured, Results, Setting, Step
+from fsdp_ciera.recipes.launch import KEEP_MEMORY
+
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What `ciera bench e2e` can change of a run."""
+
+    hosts: int = 4
+    ranks_per_host: int = 1
+    rate: str | None = "200mbit"
+    loopback: bool = False
+    rounds: int = 2
+    warmup_steps: int = 2
+    timed_steps: int = 3
+    turn_seconds: float = 900.0
+    """The longest that a turn may take."""
+    reduce_scatter: str = "ring"
+    job: JobOptions = field(default_factory=JobOptions)
+
+    def cluster(self) -> Cluster | LocalCluster:
+        """The hosts. Raises `ValueError` for a rate that is none."""
+        return LocalCluster(self.hosts, self.rate) if self.loopback else Cluster(self.hosts, self.rate)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A contender's part of a round: what every rank wrote, in rank order."""
+
+    contender: Contender
+    round: int
+    ranks: Sequence[dict[str, Any]]
+
+    @property
+    def failure(self) -> str | None:
+        """What the first rank that failed says. One that lost a peer says so, which tells less than the peer's own words."""
+        failures = [str(rank["failure"]) for rank in self.ranks if "failure" in rank]
+        own = [text for text in failures if "Connection closed by peer" not in text and "timed out" not in text.lower()]
+        return (own or failures or [None])[0]
+
+
+def measure(
+    options: RunOptions,
+    model: JobModel,
+    contenders: Sequence[Contender],
+    tell: Callable[[str, int, int], None] = lambda text, done, total: None,
+) -> tuple[Results, dict[str, Any]]:
+    """Runs everything -> results, and the trace of each FSDP2 contender's last round as plain JSON, by key.
+
+    `tell(what, turns done, turns in all)` is called before each turn. Raises `NetnsError` where no namespaces can be had (see
+    `RunOptions.loopback`), `RankError` when a rank's process dies; a contender that fails is in the results, with why.
+    """
+    turns: list[Turn] = []
+    with tempfile.TemporaryDirectory(prefix="ciera-bench-") as name, options.cluster() as cluster:
+        folder = Path(name)
+        (folder / "setting.json").write_text(json.dumps(_setting_of_ranks(options, model)))
+        environment = {**KEEP_MEMORY, "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+        argv = [sys.executable, "-m", "fsdp_ciera.bench.rank", name]
+        run = cluster.start(argv, ranks_per_host=options.ranks_per_host, env=environment)
+        plan = [(number, one) for number in range(options.rounds) for one in contenders]
+        failed: set[str] = set()
+        for number, contender in plan:
+            tell(f"round {number + 1} of {options.rounds}: {contender.label}", len(turns), len(plan))
+            if contender.key in failed:  # it would fail again
+                turns.append(Turn(contender, number, ()))
+                continue
+            turns.append(_take(folder, run, len(turns), contender, number, options))
+            if turns[-1].failure is not None:
+                failed.add(contender.key)
+        (folder / "end").touch()
+        run.wait(60)
+    measured = tuple(_measured(one, [turn for turn in turns if turn.contender is one and turn.ranks], options)
+                     for one in contenders)  # fmt: skip
+    traces = {turn.contender.key: turn.ranks[0]["trace"] for turn in turns if turn.ranks and turn.ranks[0].get("trace")}
+    return Results(setting=_setting(options, model), measured=measured), traces
+
+
+def _take(folder: Path, run: Run, number: int, contender: Contender, round_number: int, options: RunOptions) -> Turn:
+    paths = [folder / f"turn {number} rank {rank}.json" for rank in range(options.hosts * options.ranks_per_host)]
+    unfinished = folder / "unfinished"
+    unfinished.write_text(json.dumps({"contender": contender.key}))
+    unfinished.rename(folder / f"turn {number}.json")
+    deadline = time.monotonic() + options.turn_seconds
+    while not all(path.exists() for path in paths):
+        run.raise_if_failed()
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"{contender.label} had not ended its turn after {options.turn_seconds:g} s: give it more with "
+                "--turn-seconds, or fewer steps"
+            )
+        time.sleep(_POLL_SECONDS)
+    return Turn(contender, round_number, [json.loads(path.read_text()) for path in paths])
+
+
+def _measured(contender: Contender, turns: Sequence[Turn], options: RunOptions) -> Measured:
+    """All rounds of one contender as one record."""
+    failure = next((turn.failure for turn in turns if turn.failure is not None), None)
+    done = [turn for turn in turns if turn.failure is None]
+    if not done:
+        return Measured(contender=contender.key, failure=failure or "it was not run")
+    losses = [tuple(turn.ranks[0]["losses"]) for turn in done]
+    digests = [_digest(turn) for turn in done]
+    if failure is None and (len(set(losses)) > 1 or len(set(digests)) > 1):
+        failure = "rounds that began with the same weights ended with different ones"
+    return Measured(
+        contender=contender.key,
+        steps=tuple(step for turn in done for step in _steps(turn, options)),
+        losses=losses[0],
+        parameters_digest=digests[0],
+        peak_memory_bytes=max(rank["peak_memory_bytes"] for turn in done for rank in turn.ranks),
+        cache_bytes=max(rank.get("cache_bytes", 0) for turn in done for rank in turn.ranks),
+        notes=tuple(dict.fromkeys(note for turn in done for rank in turn.ranks for note in rank.get("notes", ()))),
+        failure=failure,
+    )
+
+
+def _digest(turn: Turn) -> str:
+    digests = [str(rank.get("digest", "")) for rank in turn.ranks]
+    return hashlib.sha256("".join(digests).encode()).hexdigest() if all(digests) else ""
+
+
+def _steps(turn: Turn, options: RunOptions) -> list[Step]:
+    steps = []
+    for ranks in zip(*(rank["steps"] for rank in turn.ranks), strict=True):
+
+        def mean(name: str, ranks: tuple[dict[str, Any], ...] = ranks) -> float:
+            return fmean(rank[name] for rank in ranks)
+
+        def per_host(name: str, ranks: tuple[dict[str, Any], ...] = ranks) -> float:
+            return float(sum(rank[name] for rank in ranks)) / options.hosts
+
+        parts = {
+            part: mean(part)
+            for part in ("gather_seconds", "reduce_scatter_seconds", "other_collective_seconds", "codec_seconds")
+        }
+        steps.append(
+            Step(
+                round=turn.round,
+                step=ranks[0]["step"],
+                seconds=max(rank["seconds"] for rank in ranks),
+                compute_seconds=mean("seconds") - sum(parts.values()),
+                counted_bytes=per_host("counted_bytes"),
+                gathered_bytes=per_host("gathered_bytes"),
+                interface_bytes=None if options.loopback else per_host("interface_bytes"),
+                loss=ranks[0]["loss"],
+                **parts,
+            )
+        )
+    return steps
+
+
+def _setting_of_ranks(options: RunOptions, model: JobModel) -> dict[str, Any]:
+    return {
+        "job": str(model.folder.resolve()),
+        "options": asdict(options.job),
+        "warmup_steps": options.warmup_steps,
+        "timed_steps": options.timed_steps,
+        "reduce_scatter": options.reduce_scatter,
+        "num_cores": num_cores(),
+        "rate_bits_per_second": None if options.rate is None else bits_per_second(options.rate),
+    }
+
+
+def _setting(options: RunOptions, model: JobModel) -> Setting:
+    return Setting(
+        hosts=options.hosts,
+        ranks_per_host=options.ranks_per_host,
+        rate=options.rate,
+        mode="loopback" if options.loopback else "namespaces",
+        rounds=options.rounds,
+        warmup_steps=options.warmup_steps,
+        timed_steps=options.timed_steps,
+        model=model.name,
+        num_parameters=model.num_parameters,
+        tokens_per_rank=options.job.tokens_per_rank,
+        learning_rate=options.job.learning_rate,
+        reduce_dtype=options.job.reduce_dtype,
+        reduce_scatter=options.reduce_scatter,
+        machine=machine_name(),
+        num_cores=num_cores(),
+        torch_version=torch.__version__,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=shlex.join(["ciera", *sys.argv[1:]]),
+    )
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine_name() -> str:
+    """The processor by its own name, or what the platform says."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

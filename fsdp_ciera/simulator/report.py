@@ -1,0 +1,96 @@
+"""Tables and JSON of `ciera simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from fsdp_ciera.simulator.calibrate import Calibration
+from fsdp_ciera.simulator.project import Point
+from fsdp_ciera.simulator.validate import BAR, Check, Validation
+
+STAMP = "UNVALIDATED"
+FORMAT = 1
+
+
+def validation_table(validation: Validation) -> Table:
+    """One line a check."""
+    made = Table(title=f"predicted beside measured iteration times (bar: {100 * BAR:g} %)")
+    for heading in ("contender", "setting", "predicted s", "measured s", "error", ""):
+        made.add_column(heading, justify="left" if heading in ("contender", "setting", "") else "right")
+    for check in validation.checks:
+        misses = check.is_independent and abs(check.error) > BAR
+        made.add_row(
+            check.contender,
+            str(check.setting),
+            f"{check.predicted_seconds:.3f}",
+            f"{check.measured_seconds:.3f}",
+            f"{100 * check.error:+.1f} %",
+            remark(check),
+            style="red" if misses else None if check.is_independent else "dim",
+        )
+    return made
+
+
+def remark(check: Check) -> str:
+    """Why a check does not count, or that it misses the bar."""
+    if not check.is_independent:
+        return "does not count: calibrated on"
+    return "misses the bar" if abs(check.error) > BAR else ""
+
+
+def projection_table(
+    name: str, where: str, points: Sequence[Point], is_unvalidated: bool, validated: Sequence[str]
+) -> Table:
+    """Seconds and speed-up by contender and world size."""
+    stamp = f"{STAMP}: " if is_unvalidated else ""
+    sizes = list(dict.fromkeys(point.world_size for point in points))
+    made = Table(
+        title=f"{stamp}projected iteration of {name}, {where}",
+        caption="seconds (speed-up over FSDP2)" + (f"; {STAMP}" if is_unvalidated else ""),
+    )
+    made.add_column("contender", no_wrap=True)
+    made.add_column("from")
+    for size in sizes:
+        made.add_column(f"{size:,} GPU" + ("s" if size > 1 else ""), justify="right")
+    by_contender: dict[str, list[Point]] = {}
+    for point in points:
+        by_contender.setdefault(point.contender, []).append(point)
+    for key, its in by_contender.items():
+        source = its[0].source + (", validated" if key in validated else "")
+        made.add_row(its[0].label, source, *(f"{seconds_text(one.seconds)} ({one.speedup:.2f}x)" for one in its))
+    return made
+
+
+def seconds_text(seconds: float) -> str:
+    """Three digits or so."""
+    return f"{seconds:.3g}" if seconds < 100 else f"{seconds:,.0f}"
+
+
+def as_json(
+    points: Sequence[Point],
+    validation: Validation,
+    calibration: Calibration | None,
+    assumptions: Sequence[str],
+    is_unvalidated: bool,
+) -> dict[str, Any]:
+    """Everything, as plain JSON values; `unvalidated` says whether it was stamped."""
+    return {
+        "format": FORMAT,
+        "unvalidated": is_unvalidated,
+        "stamp": STAMP if is_unvalidated else None,
+        "validation": {
+            "verdict": validation.verdict(),
+            "bar": BAR,
+            "passes": validation.passes,
+            "worst_error": None if validation.worst is None else validation.worst.error,
+            "checks": [{**asdict(check), "error": check.error, "remark": remark(check)} for check in validation.checks],
+            "uncovered": list(validation.uncovered),
+        },
+        "calibration": None if calibration is None else asdict(calibration),
+        "assumptions": list(assumptions),
+        "projection": [asdict(point) for point in points],
+    }

@@ -1,0 +1,313 @@
+"""`ciera simulate`, from options to output: calibrate, validate, refuse or project, show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from fsdp_ciera.policies.links import Link, parse_link
+from fsdp_ciera.policies.tables import load_table, table_for_model
+from fsdp_ciera.policy import CieraPolicy
+from fsdp_ciera.recipes.plan import _costs as codec_costs
+from fsdp_ciera.recipes.plan import meta_model
+from fsdp_ciera.simulator.errors import SimulationError
+from fsdp_ciera.simulator.figures import Panel, draw_projection, draw_timeline
+from fsdp_ciera.simulator.modelled import ComputeCosts, ModelParameters
+from fsdp_ciera.simulator.network import Network, Place
+from fsdp_ciera.simulator.place import Machine
+from fsdp_ciera.simulator.project import Cluster, Job, ModelJob, Point, TraceJob, place_at, project, schedule
+from fsdp_ciera.simulator.report import STAMP, as_json, projection_table, validation_table
+from fsdp_ciera.simulator.runs import Run, Setting, load_run, load_trace, parse_rate
+from fsdp_ciera.simulator.schemes import Assumptions
+from fsdp_ciera.simulator.validate import BAR, Predictor, Validation, validate
+from fsdp_ciera.trace import Trace
+
+REFUSED = 3
+"""The exit code of a projection that nothing vouches for."""
+_WIDTH = 140
+"""Of tables that go to a file or pipe."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """What the command line says."""
+
+    traces: tuple[Path, ...] = ()
+    model: str | None = None
+    calibrate: tuple[Path, ...] = ()
+    validate: tuple[Path, ...] = ()
+    unvalidated: bool = False
+    save_calibration: Path | None = None
+    gpus: tuple[int, ...] = (8, 16)
+    ranks_per_node: int = 8
+    topology: str = "flat"
+    between_nodes: str = "8GB/s 30us"
+    in_node: str = "230GB/s 15us"
+    hop_seconds: float = 9.6e-6
+    in_node_hop_seconds: float = 3.4e-6
+    rate: str | None = None
+    schedule: str = "auto"
+    speedup: float = 1.0
+    compute_seconds: float | None = None
+    flops_per_second: float = 125e12
+    tokens: int = 4096
+    backward_factor: float = 2.0
+    reduce_dtype: str = "float32"
+    learning_rate: float = 1e-5
+    table: str | None = None
+    costs: str = "a100"
+    budget: str = "8GiB"
+    contenders: tuple[str, ...] | None = None
+    json_path: str | None = None
+    plot: Path | None = None
+    plot_contender: str = "default"
+    plot_gpus: int | None = None
+    plot_projection: Path | None = None
+
+
+def run_simulate(options: SimulateOptions) -> int:
+    """Returns 0, or 3 where measured runs do not vouch for the projection. Raises `SimulationError` or `CieraPolicyError`."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
+    is_quiet = options.json_path == "-"
+    if options.validate and not options.calibrate:
+        raise SimulationError(
+            "--validate needs --calibrate: folders with other rates or hosts to learn the constants from"
+        )
+    calibrated = [load_run(folder) for folder in options.calibrate]
+    predictor = Predictor(calibrated) if calibrated else None
+    validation = Validation()
+    if predictor is not None:
+        validation = validate(predictor, [load_run(folder) for folder in options.validate])
+        if options.save_calibration is not None:
+            _write("--save-calibration", options.save_calibration, predictor.calibration.to_json())
+    if not is_quiet and validation.checks:
+        console.print(validation_table(validation))
+    is_unvalidated = not validation.passes
+    if is_unvalidated and not options.unvalidated:
+        _refuse(validation)
+        return REFUSED
+    job, cluster, given, notes = _prepare(options, predictor, calibrated)
+    keys = _keys(options, job)
+    points = project(job, cluster, options.gpus, keys, given)
+    notes = [validation.verdict(), *notes]
+    if options.json_path is not None:
+        calibration = None if predictor is None else predictor.calibration
+        made = as_json(points, validation, calibration, notes, is_unvalidated)
+        text = json.dumps(made, indent=2) + "\n"
+        if is_quiet:
+            print(text, end="")
+        else:
+            _write("--json", Path(options.json_path), text)
+    if not is_quiet:
+        passed = {check.contender for check in validation.counted if abs(check.error) <= BAR}
+        _show(console, options, job, points, notes, is_unvalidated, sorted(passed))
+    _draw(options, job, cluster, given, points, is_unvalidated)
+    return 0
+
+
+def _refuse(validation: Validation) -> None:
+    console = Console(stderr=True, width=_WIDTH)
+    console.print(f"ciera: no projection: {validation.verdict()}", highlight=False, markup=False)
+    for check in validation.counted:
+        if abs(check.error) > BAR:
+            console.print(
+                f"  {check.contender} on {check.setting}: {100 * check.error:+.1f} % (predicted "
+                f"{check.predicted_seconds:.3f} s, measured {check.measured_seconds:.3f} s)",
+                highlight=False,
+                markup=False,
+            )
+    console.print("  --unvalidated projects all the same, and stamps every output", highlight=False, markup=False)
+
+
+def _prepare(
+    options: SimulateOptions, predictor: Predictor | None, runs: Sequence[Run]
+) -> tuple[Job, Cluster, Assumptions, list[str]]:
+    """What is simulated where, and in words what that assumes."""
+    notes: list[str] = []
+    links = [_link("--between-nodes", options.between_nodes), _link("--in-node", options.in_node)]
+    is_stand = options.rate is not None
+    is_serial = is_stand if options.schedule == "auto" else options.schedule == "serial"
+    if options.model is not None:
+        table, table_notes = table_for_model(options.model)
+    else:
+        table, table_notes = table_for_model("smollm2-moe")
+    if options.table is not None:
+        table, table_notes = load_table(options.table), ()
+    costs, costs_note = codec_costs(options.costs, CieraPolicy())
+    given = Assumptions(
+        table=table,
+        learning_rate=options.learning_rate,
+        costs=costs,
+        between=links[0],
+        inside=links[1],
+        overlap=not is_serial,
+        budget=None if options.budget == "none" else options.budget,
+        is_hierarchical=options.topology == "hierarchical",
+    )
+    if is_stand:
+        job, cluster, stand_notes = _on_the_stand(options, predictor, is_serial)
+        rate = cluster.network(2).rate_bytes_per_second
+        given = replace(given, between=Link(0.0, min(rate, 1e12)), inside=Link(0.0, 1e12))
+        notes += stand_notes
+    else:
+        network = Network.of_links(links[0], links[1], options.hop_seconds, options.in_node_hop_seconds)
+        cluster = Cluster(ranks_per_host=options.ranks_per_node, network=lambda _: network, is_serial=is_serial)
+        job, job_notes = _job(options, runs)
+        notes += [
+            f"links: {network.label}; a hop {1e6 * options.hop_seconds:g} us between nodes, "
+            f"{1e6 * options.in_node_hop_seconds:g} us inside (NCCL's tuning model); every rank has a device of its own",
+            *job_notes,
+        ]
+    notes.append(
+        "schedule: serial, collectives block"
+        if is_serial
+        else "schedule: overlapped as FSDP2 prefetches; the stand, where nothing overlaps, cannot vouch for that"
+    )
+    notes.append("derived contenders: what nobody recorded follows from stock FSDP2's step; " + costs_note)
+    notes += [f"change rates: {table.name} at a learning rate of {options.learning_rate:g}", *table_notes]
+    notes.append("shards are cut evenly (FSDP2 pads: beyond some hundred ranks share parameters among fewer, HSDP)")
+    return job, cluster, given, notes
+
+
+def _on_the_stand(
+    options: SimulateOptions, predictor: Predictor | None, is_serial: bool
+) -> tuple[Job, Cluster, list[str]]:
+    if predictor is None:
+        raise SimulationError(
+            "--rate is one of the measured stand: give --calibrate FOLDER, or --between-nodes instead"
+        )
+    if options.model is not None:
+        raise SimulationError("--rate goes with recorded traces; --model goes with --between-nodes and --in-node")
+    assert options.rate is not None
+    rate = None if options.rate == "none" else parse_rate(options.rate)
+    known = predictor
+
+    def at(key: str, place: Place) -> Trace | None:
+        setting = Setting(hosts=place.hosts, ranks_per_host=place.ranks_per_host, rate_bits_per_second=rate)
+        return known.trace_for(key, setting)
+
+    traces = {trace.contender: trace for trace in known.traces}
+    job = TraceJob(list(traces.values()), known.calibration.machine, at=at)
+    cluster = Cluster(
+        ranks_per_host=options.ranks_per_node,
+        network=lambda world_size: known.calibration.network(rate, world_size),
+        is_serial=is_serial,
+        rest=known.calibration.rest_of if is_serial else None,
+    )
+    cores = known.calibration.num_cores
+    return job, cluster, [f"the measured stand at {options.rate}: its ranks share {cores} cores"]
+
+
+def _job(options: SimulateOptions, runs: Sequence[Run]) -> tuple[Job, list[str]]:
+    if options.model is not None:
+        if options.traces:
+            raise SimulationError("--model and traces are both there: give one of them")
+        costs = ComputeCosts(
+            layer_seconds=options.compute_seconds,
+            flops_per_second=options.flops_per_second,
+            tokens=options.tokens,
+            backward_factor=options.backward_factor,
+        )
+        reduce_item_bytes = {"float32": 4, "bfloat16": 2}[options.reduce_dtype]
+        model = ModelParameters.of(meta_model(options.model))
+        return ModelJob(options.model, model, costs, reduce_item_bytes), [costs.describe()]
+    if options.traces:
+        traces = [load_trace(path) for path in options.traces]
+    else:
+        with_traces = [run for run in runs if run.traces]
+        if not with_traces:
+            raise SimulationError("nothing to simulate: give traces, --model, or --calibrate folders with traces")
+        traces = list(max(with_traces, key=lambda run: run.setting.place.world_size).traces.values())
+    job = TraceJob(traces, Machine(), speedup=options.speedup)
+    return job, [f"compute: as recorded, without sharing cores, {options.speedup:g} times as fast"]
+
+
+def _keys(options: SimulateOptions, job: Job) -> list[str]:
+    known = job.keys()
+    if options.contenders is None:
+        return known
+    unknown = [key for key in options.contenders if key not in known]
+    if unknown:
+        raise SimulationError(f"contender {unknown[0]!r} is not known here, allowed: {', '.join(known)}")
+    return [key for key in known if key == "fsdp2" or key in options.contenders]
+
+
+def _show(
+    console: Console,
+    options: SimulateOptions,
+    job: Job,
+    points: Sequence[Point],
+    notes: Sequence[str],
+    is_unvalidated: bool,
+    validated: Sequence[str],
+) -> None:
+    sizes = list(dict.fromkeys(point.world_size for point in points))
+    most = 5  # columns that fit
+    for start in range(0, len(sizes), most):
+        shown = sizes[start : start + most]
+        part = [point for point in points if point.world_size in shown]
+        console.print(projection_table(job.name, _where(options), part, is_unvalidated, validated))
+    for note in notes:
+        console.print(f"- {note}", highlight=False, markup=False)
+    if is_unvalidated:
+        console.print(STAMP, style="bold red")
+
+
+def _where(options: SimulateOptions) -> str:
+    nodes = f"{options.ranks_per_node} a node, {options.topology} gathers"
+    return f"{nodes}, {options.rate}" if options.rate else f"{nodes}, {options.between_nodes} between nodes"
+
+
+def _draw(
+    options: SimulateOptions,
+    job: Job,
+    cluster: Cluster,
+    given: Assumptions,
+    points: Sequence[Point],
+    is_unvalidated: bool,
+) -> None:
+    try:
+        if options.plot is not None:
+            several = [size for size in options.gpus if size > options.ranks_per_node]
+            size = options.plot_gpus or min(several or [max(options.gpus)])
+            place = place_at(size, options.ranks_per_node)
+            title = f"one step of {job.name}, on {size:,} ranks, {_where(options)}"
+            draw_timeline(title, _panels(options, job, cluster, given, place), options.plot, is_unvalidated)
+        if options.plot_projection is not None:
+            title = f"projection of {job.name}, {_where(options)}"
+            draw_projection(title, points, options.plot_projection, is_unvalidated)
+    except ImportError:
+        raise SimulationError("--plot needs matplotlib: pip install 'fsdp-ciera[plot]'") from None
+    except OSError as error:
+        raise SimulationError(f"--plot: {error.filename!r} cannot be written: {error.strerror}") from None
+
+
+def _panels(options: SimulateOptions, job: Job, cluster: Cluster, given: Assumptions, place: Place) -> list[Panel]:
+    keys = dict.fromkeys(("fsdp2", *_keys(replace(options, contenders=(options.plot_contender,)), job)))
+    made = []
+    for key in keys:
+        for is_serial in (True, False):
+            its_given = replace(given, overlap=not is_serial)
+            _, found, _ = schedule(job, replace(cluster, is_serial=is_serial), place, key, its_given)
+            made.append(Panel(f"{key}, {'serial' if is_serial else 'overlapped'}", found))
+    return made
+
+
+def _link(option: str, text: str) -> Link:
+    try:
+        return parse_link(text)
+    except ValueError as error:
+        raise SimulationError(f"{option}: {error}") from None
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SimulationError(f"{option}: {str(path)!r} cannot be written: {error.strerror}") from None

@@ -1,0 +1,110 @@
+"""What the stand measured, as the simulator uses it: one `Run` is one output folder of `ciera bench e2e`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from fsdp_ciera.bench.results import Results
+from fsdp_ciera.simulator.errors import SimulationError
+from fsdp_ciera.simulator.network import Place
+from fsdp_ciera.trace import Trace
+
+_BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where a run was: hosts and rate. Runs that share it cannot vouch for one another."""
+
+    hosts: int
+    ranks_per_host: int
+    rate_bits_per_second: float | None
+
+    @property
+    def place(self) -> Place:
+        """Its ranks."""
+        return Place(world_size=self.hosts * self.ranks_per_host, ranks_per_host=self.ranks_per_host)
+
+    def __str__(self) -> str:
+        ranks = "" if self.ranks_per_host == 1 else f" x {self.ranks_per_host} ranks"
+        return f"{self.hosts} hosts{ranks}, {rate_text(self.rate_bits_per_second)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One folder."""
+
+    folder: Path
+    setting: Setting
+    num_cores: int
+    medians: Mapping[str, float]
+    """By contender: seconds of an iteration."""
+    traces: Mapping[str, Trace]
+
+
+def load_run(folder: Path) -> Run:
+    """Reads results.json and traces/. Raises `SimulationError` where they are missing or are something else."""
+    try:
+        results = Results.load(folder / "results.json")
+    except OSError as error:
+        raise SimulationError(f"{str(folder)!r} is no output folder of `ciera bench e2e`: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SimulationError(f"{str(folder / 'results.json')!r} cannot be used: {error}") from None
+    setting = results.setting
+    traces = [load_trace(path) for path in sorted((folder / "traces").glob("*.json"))]
+    return Run(
+        folder=folder,
+        setting=Setting(
+            hosts=setting.hosts,
+            ranks_per_host=setting.ranks_per_host,
+            rate_bits_per_second=None if setting.rate is None else parse_rate(setting.rate),
+        ),
+        num_cores=setting.num_cores,
+        medians={
+            one.contender: median(step.seconds for step in one.steps)
+            for one in results.measured
+            if one.steps and one.failure is None
+        },
+        traces={trace.contender: trace for trace in traces},
+    )
+
+
+def load_trace(path: Path) -> Trace:
+    """Raises `SimulationError` for a file that is no trace."""
+    try:
+        return Trace.load(path)
+    except OSError as error:
+        raise SimulationError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SimulationError(f"{str(path)!r} is no trace: {error}") from None
+
+
+def setting_of(trace: Trace) -> Setting:
+    """Where a trace was recorded."""
+    return Setting(
+        hosts=-(-trace.world_size // trace.ranks_per_host),
+        ranks_per_host=trace.ranks_per_host,
+        rate_bits_per_second=trace.rate_bits_per_second,
+    )
+
+
+def parse_rate(text: str) -> float:
+    """`"200mbit"` -> 2e8. Raises `SimulationError`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)?bit(?:/s)?", text.strip().lower())
+    if match is None or float(match[1]) <= 0:
+        raise SimulationError(f'rate {text!r} must be a number and one of {", ".join(_BITS)}, for example "200mbit"')
+    return float(match[1]) * _BITS[f"{match[2] or ''}bit"]
+
+
+def rate_text(bits_per_second: float | None) -> str:
+    """`2e8` -> `"200mbit"`."""
+    if bits_per_second is None:
+        return "no limit"
+    for unit in ("gbit", "mbit", "kbit"):
+        if bits_per_second >= _BITS[unit]:
+            return f"{bits_per_second / _BITS[unit]:g}{unit}"
+    return f"{bits_per_second:g}bit"
