@@ -100,7 +100,13 @@ class CieraAllGather(AllGather):
     # FSDP2's side
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The output buffer: fresh for every gather, since FSDP2 holds several at once."""
+        """The output buffer: what a stream of this size holds, see [Note: The output is the cache], and a fresh one otherwise,
+        since FSDP2 holds those of several groups at once."""
+        shape = tuple(int(length) for length in size)
+        for (_, stream_dtype, _), stream in self._streams.items():
+            held = stream.state.held
+            if held is not None and stream_dtype == dtype and (held.numel(),) == shape and held.device == device:
+                return held.view(-1)
         with torch.inference_mode(False):  # See [Note: Inference mode]
             return torch.empty(*size, dtype=dtype, device=device)
 
@@ -205,6 +211,7 @@ class CieraAllGather(AllGather):
         report.merge(self._counts)
         for stream in self._streams.values():
             report.cache_bytes += stream.state.cache_bytes if with_caches else 0
+            report.held_output_bytes += stream.state.held_output_bytes if with_caches else 0
             report.world_size = max(report.world_size, stream.cut.world_size)
             for stage, seconds in stream.state.stage_seconds.items():
                 report.stage_seconds[stage] = report.stage_seconds.get(stage, 0.0) + seconds
@@ -383,7 +390,8 @@ class CieraAllGather(AllGather):
 
     def _open_stream(self, local: torch.Tensor, group: dist.ProcessGroup, changes: Changes) -> Stream:
         module, layout, cut = self._lay_out(local, group, {name: codec.supports for name, codec in CODECS.items()})
-        return Stream(module, self.policy, layout, group, cut, changes)
+        assert self.cohort is not None
+        return Stream(module, self.policy, layout, group, cut, changes, self.cohort.decodes_in_place(self))
 
     def _lay_out(
         self, local: torch.Tensor, group: dist.ProcessGroup, supports: Mapping[str, Callable[[torch.dtype], bool]]

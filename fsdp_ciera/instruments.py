@@ -152,9 +152,7 @@ class Instruments:
                 self._is_inside = False
 
             def record(end: float, began: float) -> None:
-                self._recorded.append(
-                    Recorded(kind, phase, group, began, end, call.payload_bytes, call.sent_bytes, 1)
-                )
+                self._recorded.append(Recorded(kind, phase, group, began, end, call.payload_bytes, call.sent_bytes, 1))
 
             if call.is_async and isinstance(work, dist.Work):
                 return _TimedWork(work, record)

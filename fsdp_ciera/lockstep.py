@@ -63,15 +63,25 @@ class LockstepState:
 
     `sequence` counts the gathers that were completed, on all ranks alike. `base` names the gather that the caches describe
     (`fsdp_ciera.wire.base_of`), or is 0 when there is none and the next gather must be a full one.
+
+    [Note: The output is the cache] With `in_place`, codecs that can remember peers by the output that they decoded last: `held`
+    keeps it, the next gather should be given the same memory (`CieraAllGather.allocate`), and then only what changed is
+    written. FSDP2 copies out of the output and writes nothing but the own slot; an output elsewhere gets a copy first. What it
+    costs is the memory of a whole output between gathers, own slot and all. Test: test_codecs.py, decode in place.
     """
 
-    def __init__(self, layout: Layout, block_size: int, world_size: int, rank: int) -> None:
+    def __init__(self, layout: Layout, block_size: int, world_size: int, rank: int, *, in_place: bool = False) -> None:
         self.layout = layout
         self.world_size = world_size
         self.rank = rank
         self.codecs: tuple[RunCodec, ...] = tuple(
             CODECS[run.codec](run.num_values, layout.dtype, block_size, world_size - 1) for run in layout.runs
         )
+        for codec in self.codecs:
+            codec.is_in_place = in_place and codec.can_decode_in_place
+        self._in_place_runs = [run for run, codec in zip(layout.runs, self.codecs, strict=True) if codec.is_in_place]
+        self.held: torch.Tensor | None = None
+        """The last output [world_size, num_values], where a codec decodes in place."""
         self._cache_bytes = sum(
             CODECS[run.codec].cache_bytes(run.num_values, layout.dtype, block_size, world_size - 1)
             for run in layout.runs
@@ -91,10 +101,19 @@ class LockstepState:
         """Bytes of caches held now."""
         return self._cache_bytes if self.base else 0
 
+    @property
+    def held_output_bytes(self) -> int:
+        """What `held` takes beyond the peers' values that count as caches: the own slot, and runs of other codecs."""
+        if self.held is None:
+            return 0
+        counted = (self.world_size - 1) * sum(run.num_values for run in self._in_place_runs)
+        return (self.held.numel() - counted) * self.held.element_size()
+
     def forget(self) -> None:
         """Drops all caches: the next gather is a full one on all ranks."""
         self.base = 0
         self.checksums = None
+        self.held = None
         for codec in self.codecs:
             codec.forget()
 
@@ -146,6 +165,7 @@ class LockstepState:
         payload is damaged.
         """
         with self.stage("Decmp"):
+            self._move_in(output)
             for ranks in (range(self.rank), range(self.rank + 1, self.world_size)):
                 if not ranks:
                     continue
@@ -160,6 +180,16 @@ class LockstepState:
                     raise CieraDecodeError(
                         f"in the payloads of ranks {ranks.start} to {ranks.stop - 1}: {error}"
                     ) from None
+
+    def _move_in(self, output: torch.Tensor) -> None:
+        """Makes `output` hold what was decoded last. See [Note: The output is the cache]."""
+        if not self._in_place_runs:
+            return
+        if self.held is not None and self.held.data_ptr() != output.data_ptr():
+            for run in self._in_place_runs:
+                for ranks in (slice(0, self.rank), slice(self.rank + 1, None)):
+                    output[ranks, run.start : run.stop].copy_(self.held[ranks, run.start : run.stop])
+        self.held = output
 
     def _decode_ranks(
         self,

@@ -46,6 +46,8 @@ class CieraStats:
 
     num_gathers: int = 0
     cache_bytes: int = 0
+    held_output_bytes: int = 0
+    """Of outputs that are kept between gathers, since `value_delta` decodes in place there: what is no cache in them."""
     world_size: int = 1
     total: Bytes = field(default_factory=Bytes)
     by_category: dict[str, Bytes] = field(default_factory=dict)
@@ -139,6 +141,7 @@ class CieraStats:
         """Adds the counts of another group."""
         self.num_gathers += other.num_gathers
         self.cache_bytes += other.cache_bytes
+        self.held_output_bytes += other.held_output_bytes
         self.num_blocks += other.num_blocks
         self.num_blocks_reused += other.num_blocks_reused
         self.world_size = max(self.world_size, other.world_size)

@@ -42,14 +42,21 @@ class Stream:
     """
 
     def __init__(
-        self, module: str, policy: CieraPolicy, layout: Layout, group: dist.ProcessGroup, cut: Cut, changes: Changes
+        self,
+        module: str,
+        policy: CieraPolicy,
+        layout: Layout,
+        group: dist.ProcessGroup,
+        cut: Cut,
+        changes: Changes,
+        in_place: bool = False,
     ) -> None:
         self.layout = layout
         self.changes = changes
         self.group = group
         self.cut = cut
         self.rank = group.rank()
-        self.state = LockstepState(layout, policy.block_size, cut.num_nodes, cut.node_of(self.rank))
+        self.state = LockstepState(layout, policy.block_size, cut.num_nodes, cut.node_of(self.rank), in_place=in_place)
         self.descriptor = describe(module, policy, layout, cut)
         self.descriptor_text = encode_descriptor(self.descriptor)
         self.fingerprint = fingerprint_of(self.descriptor)

@@ -1,6 +1,6 @@
 """A recorded training step: the paper's A = [l_1 .. l_m], the order of gathers, with what lies between them.
 
-    instruments (bench) or the trainer  ->  Trace (JSON)  ->  simulator
+instruments (bench) or the trainer  ->  Trace (JSON)  ->  simulator
 """
 
 from __future__ import annotations

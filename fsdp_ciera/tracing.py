@@ -106,4 +106,3 @@ def _events(step: RecordedStep, index: dict[int, int]) -> list[Event]:
         position = max(position, one.end)
     compute(step.ended)
     return found
-

@@ -246,6 +246,9 @@ class Metrics(Section):
     progress: bool = True
     """A progress bar, or a line every few steps where the output is no terminal."""
 
+    trace_steps: CountOrZero = 0
+    """So many steps after the first two are recorded for `ciera simulate`, in `<train.output>/trace.json`; CPU only."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:

@@ -41,6 +41,7 @@ from fsdp_ciera.recipes.metrics import open_writers
 from fsdp_ciera.recipes.progress import Progress
 from fsdp_ciera.recipes.shard import build_mesh, shard_model
 from fsdp_ciera.recipes.together import on_every_rank
+from fsdp_ciera.recipes.tracer import Tracer
 
 if TYPE_CHECKING:
     from fsdp_ciera import CieraStats
@@ -139,6 +140,7 @@ def _run_steps(run: _Run, observer: Observer | None, *, quiet: bool) -> TrainRes
     if folder is not None:
         resumed = checkpoint.load(folder, run.model, run.optimizer, run.scheduler)
     result = TrainResult(first_step=resumed.num_steps)
+    tracer = Tracer(run.model, recipe, run.device, resumed.num_steps)
     writers = open_writers(recipe.metrics, output, rank=rank, first_step=resumed.num_steps + 1)
     shown = rank == 0 and recipe.metrics.progress and not quiet
     with Progress(first_step=resumed.num_steps, num_steps=num_steps, enabled=shown) as progress:
@@ -147,7 +149,8 @@ def _run_steps(run: _Run, observer: Observer | None, *, quiet: bool) -> TrainRes
         if resumed.num_ranks != num_ranks:
             progress.note(f"saved by {resumed.num_ranks} ranks, resumed by {num_ranks}: not bitwise reproducible")
         for step in range(resumed.num_steps, num_steps):
-            values = _step(run, step)
+            with tracer.step(step):
+                values = _step(run, step, tracer)
             if observer is not None:
                 observer.step()
             result.losses.append(values["loss"])
@@ -182,7 +185,7 @@ def _run_steps(run: _Run, observer: Observer | None, *, quiet: bool) -> TrainRes
     return replace(result, stats=sent.to_dict() if sent else None, final_parameters_digest=parameters_digest(run.model))
 
 
-def _step(run: _Run, step: int) -> dict[str, float]:
+def _step(run: _Run, step: int, tracer: Tracer) -> dict[str, float]:
     """One optimizer step; returns what the metrics record of it. Collective."""
     started = time.perf_counter()
     before = _ciera_stats(run)
@@ -192,9 +195,12 @@ def _step(run: _Run, step: int) -> dict[str, float]:
     loss = torch.zeros((), dtype=torch.float32, device=run.device)
     for micro_batch in range(num_micro_batches):
         _require_gradient_sync(run.model, micro_batch == num_micro_batches - 1)
+        tracer.enter("forward")
         micro_loss = _loss(run, run.batches.batch(step, micro_batch, rank)) / num_micro_batches
+        tracer.enter("backward")
         torch.autograd.backward(micro_loss)
         loss += micro_loss.detach().float()
+    tracer.enter("optimizer")
     norm = _clip(run.model, run.recipe.optimizer.max_grad_norm)
     learning_rate = float(run.scheduler.get_last_lr()[0])
     run.optimizer.step()

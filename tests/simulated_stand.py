@@ -1,4 +1,4 @@
-"""Output folders of a stand with known constants, written without the simulator's own code: what calibration must find again."""
+"""Output folders of a stand with known constants, written without the simulator's own code: calibration must find them."""
 
 from __future__ import annotations
 

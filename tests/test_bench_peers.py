@@ -79,7 +79,7 @@ def _train(peers_of: Any, case: Case) -> tuple[list[torch.Tensor], list[PeerAllG
 
 
 def _lossless_training(rank: int, world_size: int, coders: list[str]) -> None:
-    for case in (Case(), Case(reshard_after_forward=False), Case(param_dtype=None)):
+    for case in (Case(), Case(reshard_after_forward=False, param_dtype=None)):
         expected, _ = _train(None, case)
         for compress in coders:
             got, peers = _train(lambda compress=compress: StatelessAllGather(compress), case)

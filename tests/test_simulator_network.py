@@ -6,7 +6,6 @@ from dataclasses import replace
 from math import inf
 
 import pytest
-from simulated_stand import CORES, LAYERS, OURS, STOCK, VALUES, record
 
 from fsdp_ciera.policies.links import Link
 from fsdp_ciera.policies.machines import MACHINES
@@ -14,7 +13,8 @@ from fsdp_ciera.policies.tables import shipped_tables
 from fsdp_ciera.simulator.network import Network, Place, Ring, Wire, hops, sent_bytes
 from fsdp_ciera.simulator.place import Machine, hierarchical, hierarchical_groups, move, ring_of
 from fsdp_ciera.simulator.schemes import BY_KEY, Assumptions, derive
-from fsdp_ciera.trace import Trace
+from fsdp_ciera.trace import Event, Trace
+from simulated_stand import CORES, LAYERS, OURS, STOCK, VALUES, record
 
 GIVEN = Assumptions(
     table=shipped_tables()["smollm2-moe"],
@@ -114,6 +114,10 @@ def test_a_recorded_step_made_hierarchical() -> None:
     assert inside[0].payload_bytes == 2 * trace.groups[0].values_per_rank * trace.item_bytes
     nodes = [event.node for event in made.events[:4]]
     assert nodes == ["AllGather", "Decmp", "InNode", "Compute"]
+    first, decode, *rest = trace.events
+    copies = Event(node="Compute", phase="forward", group=0, seconds=0.001)
+    copied = hierarchical(replace(trace, events=(first, first, copies, decode, *rest)))
+    assert [e.node for e in copied.events[:6]] == ["AllGather", "AllGather", "Compute", "Decmp", "InNode", "Compute"]
     assert made.events[1].seconds == pytest.approx(trace.events[1].seconds / 7)  # one peer of seven is left
     assert ring_of(made, made.events[0], hierarchical_groups(made)) == Ring(ranks=2, hosts=2, side_by_side=4)
 

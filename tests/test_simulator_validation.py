@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy.optimize import nnls
-from simulated_stand import CORES, OURS, STOCK, write_run
 
 from fsdp_ciera.cli import main
 from fsdp_ciera.simulator.calibrate import Calibration, calibrate
@@ -19,6 +18,7 @@ from fsdp_ciera.simulator.report import STAMP
 from fsdp_ciera.simulator.runs import load_run, parse_rate, rate_text
 from fsdp_ciera.simulator.validate import Predictor, validate
 from fsdp_ciera.trace import Trace
+from simulated_stand import CORES, OURS, STOCK, write_run
 
 
 def test_least_squares_agree_with_scipy() -> None:
@@ -51,10 +51,12 @@ def test_calibration_finds_the_planted_constants(tmp_path: Path) -> None:
         assert constants.call_seconds == pytest.approx(STOCK.call_seconds, rel=1e-3)
         assert constants.hop_seconds == pytest.approx(STOCK.hop_seconds, rel=1e-3)
         assert 1 / constants.per_nominal_second == pytest.approx(STOCK.efficiency, rel=1e-3)
+        assert found.between_at["4x1"][kind].per_nominal_second == pytest.approx(1 / STOCK.efficiency, rel=1e-3)
     assert found.num_cores == CORES and len(found.settings) == 6
     predictor = Predictor(runs)
-    rest = predictor.calibration.rest_seconds["value_delta"]
-    assert rest["2x1"] == pytest.approx(OURS.rest_seconds, abs=1e-3)
+    correction = predictor.calibration.corrections["value_delta"]["2x1"]
+    assert correction.rest_seconds == pytest.approx(OURS.rest_seconds, abs=1e-3)
+    assert correction.network_scale == pytest.approx(1, abs=1e-3)
     again = Calibration.from_json(predictor.calibration.to_json())
     assert again == predictor.calibration
     with pytest.raises(SimulationError, match="no calibration of format"):
@@ -101,12 +103,25 @@ def test_runs_that_were_calibrated_on_do_not_count(tmp_path: Path) -> None:
     assert "calibrated on" in found.verdict()
 
 
-def test_a_contender_without_a_trace_is_named(tmp_path: Path) -> None:
+def test_a_contender_that_was_not_calibrated_is_named(tmp_path: Path) -> None:
     learned = load_run(write_run(tmp_path / "c", 2, "100mbit"))
-    extra = [("fsdp2", STOCK), ("zero3", STOCK)]
+    extra = [("fsdp2", STOCK), ("zstd", STOCK)]
     found = validate(Predictor([learned]), [load_run(write_run(tmp_path / "v", 2, "200mbit", extra))])
     assert [check.contender for check in found.checks] == ["fsdp2"]
-    assert found.uncovered == ("zero3 on 2 hosts, 200mbit",)
+    assert found.uncovered == ("zstd on 2 hosts, 200mbit",)
+
+
+def test_deepspeed_has_medians_and_no_trace(tmp_path: Path) -> None:
+    """Its step is stock FSDP2's, which its own medians correct."""
+    slower = replace(STOCK, bias=1.3, rest_seconds=0.2)
+    runs = []
+    for rate in ("100mbit", "200mbit", "400mbit"):
+        folder = write_run(tmp_path / rate, 4, rate, [("fsdp2", STOCK), ("zero3", slower)])
+        (folder / "traces" / "zero3.json").unlink()
+        runs.append(load_run(folder))
+    slow, checked, fast = runs
+    found = validate(Predictor([slow, fast]), [checked])
+    assert {check.contender: abs(check.error) < 0.01 for check in found.counted} == {"fsdp2": True, "zero3": True}
 
 
 def test_the_command_projects_what_it_validated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,6 +232,7 @@ def test_traces_and_rates_go_round(tmp_path: Path) -> None:
     trace = Trace.load(folder / "traces" / "fsdp2.json")
     assert Trace.from_json(trace.to_json()) == trace
     assert load_run(folder).medians["fsdp2"] == pytest.approx(sum(trace.iteration_seconds))
+    assert load_run(folder).scatters["fsdp2"] == pytest.approx((1.1 - 0.95) / 2)  # iterations of 0.9, 1 and 1.2 medians
     assert parse_rate("1.5gbit") == 1.5e9 and rate_text(2e8) == "200mbit" and rate_text(None) == "no limit"
     with pytest.raises(SimulationError, match="fast"):
         parse_rate("fast")

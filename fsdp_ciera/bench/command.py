@@ -28,7 +28,7 @@ def _add_e2e(benches: _Commands) -> None:
     parser = benches.add_parser(
         "e2e",
         help="one training job by FSDP2, its rivals and every setting of ours, interleaved",
-        description="Train a small pretrained MoE on several hosts (network namespaces, veth pairs and a bridge; tbf limits what "
+        description="Train a small pretrained MoE on several hosts (network namespaces, veth pairs, a bridge; tbf limits what "
         "each sends) with stock FSDP2, DeepSpeed ZeRO-3, a lossy int8 gather, stateless compression, and ours: in turn, round "
         "after round. Writes results.json, results.csv, steps.csv, traces and pictures. Needs root; --loopback does not, but "
         "has no links to throttle. Exits with 1 if bits differ that must not.",
@@ -37,14 +37,20 @@ def _add_e2e(benches: _Commands) -> None:
     parser.add_argument("--hosts", type=_count, default=4, help="hosts")
     parser.add_argument("--ranks-per-host", type=_count, default=1, help="gloo ranks of each host")
     parser.add_argument("--rate", help="what each host may send, as tc writes it, or none (200mbit when not given)")
-    parser.add_argument("--loopback", action="store_true", help="plain processes instead of hosts, no root and no --rate")
-    parser.add_argument("--contenders", nargs="+", metavar="KEY", help="who runs, by key (default: all; wrong keys list them)")
+    parser.add_argument(
+        "--loopback", action="store_true", help="plain processes instead of hosts, no root and no --rate"
+    )
+    parser.add_argument(
+        "--contenders", nargs="+", metavar="KEY", help="who runs, by key (default: all; wrong keys list them)"
+    )
     parser.add_argument("--rounds", type=_count, default=2, help="turns of each contender")
     parser.add_argument("--warmup-steps", type=_count, default=2, help="iterations of a turn before the timed ones")
     parser.add_argument("--steps", type=_count, default=3, help="timed iterations of a turn")
     parser.add_argument("--tokens", type=_count, default=32, help="tokens a rank and step")
     parser.add_argument("--lr", type=float, default=1e-5, help="learning rate")
-    parser.add_argument("--reduce-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of gradients on the links")
+    parser.add_argument(
+        "--reduce-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of gradients on the links"
+    )
     parser.add_argument("--reduce-scatter", choices=("ring", "gloo"), default="ring",
                         help="gloo's own is an all-reduce and sends twice the bytes")  # fmt: skip
     parser.add_argument("--turn-seconds", type=float, default=900.0, help="longest that a turn may take")

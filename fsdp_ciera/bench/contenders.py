@@ -125,5 +125,3 @@ def chosen(keys: list[str] | None) -> list[Contender]:
     if unknown:
         raise ValueError(f"contender {unknown[0]!r} is none of {', '.join(CONTENDERS)}")
     return [one for one in _ALL if keys is None or one.key in keys]
-
-

@@ -68,7 +68,10 @@ def run_e2e(options: E2EOptions) -> int:
         with Progress(*columns, console=console) as bar:
             task = bar.add_task("starting the ranks", total=None)
             results, traces = measure(
-                run, model, able, lambda text, done, total: bar.update(task, description=text, completed=done, total=total)
+                run,
+                model,
+                able,
+                lambda text, done, total: bar.update(task, description=text, completed=done, total=total),
             )
     except (NetnsError, RankError, TimeoutError) as error:
         return _say(error, run)
@@ -97,7 +100,9 @@ def report(results: Results, traces: dict[str, object], output: Path, console: C
         draw_losses(results, output / "losses.png")
     except ImportError:
         console.print("no pictures: matplotlib is not installed (pip install 'fsdp-ciera[plot]')", style="yellow")
-    console.print(f"see {output}/results.json, results.csv, steps.csv, traces, iterations.png, ablation.png, losses.png")
+    console.print(
+        f"see {output}/results.json, results.csv, steps.csv, traces, iterations.png, ablation.png, losses.png"
+    )
     return exit_code(found)
 
 
@@ -123,6 +128,10 @@ def run_compare(paths: Sequence[Path], plot: Path | None) -> int:
 
 
 def _say(error: Exception, run: RunOptions) -> int:
-    hint = "" if run.loopback or not isinstance(error, NetnsError) else " (--loopback needs no root, and throttles nothing)"
+    hint = (
+        ""
+        if run.loopback or not isinstance(error, NetnsError)
+        else " (--loopback needs no root, and throttles nothing)"
+    )
     print(f"ciera bench e2e: {error}{hint}", file=sys.stderr)
     return 2

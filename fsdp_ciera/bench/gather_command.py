@@ -19,7 +19,8 @@ def add_gather(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "Prints speed-ups and where the crossover is, and writes gathers.csv, gathers.json and gathers.png. Needs root for "
         "network namespaces with limited links; --loopback needs none. Exits with 1 if a bit differs, with 2 if it cannot be "
         "measured here.",
-        epilog=f"The defaults take 5 to 10 minutes on two cores; the full run, about an hour, is: {_FULL_RUN}",
+        epilog="The defaults take 5 to 10 minutes on two cores; the full run, 30 to 60 minutes and about 8 GiB of memory, is: "
+        + _FULL_RUN,
     )
     parser.add_argument("--hosts", type=int, default=4, help="hosts that share the parameter (default: 4)")
     parser.add_argument("--ranks-per-host", type=int, default=1, help="gloo ranks on each (default: 1)")

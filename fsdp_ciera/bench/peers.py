@@ -230,7 +230,7 @@ class StatelessAllGather(PeerAllGather):
             self._exchange(output, local, group)
             return
         row = torch.zeros(max(sizes), dtype=torch.uint8)
-        row[:size] = torch.from_numpy(np.frombuffer(frame, np.uint8))
+        row.numpy()[:size] = np.frombuffer(frame, np.uint8)
         rows = _rows(group.size(), max(sizes))
         self._exchange(rows, row, group)
         with self._coding():

@@ -72,7 +72,9 @@ def run_forked(work: Callable[[], dict[str, Any]], result: Path) -> None:
                 record = work()
             except BaseException as error:
                 traceback.print_exc()
-                record = {"failure": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"}
+                record = {
+                    "failure": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+                }
             _write(result, record)
             code = 0
         finally:
@@ -83,7 +85,9 @@ def run_forked(work: Callable[[], dict[str, Any]], result: Path) -> None:
         _write(result, {"failure": f"the rank's process ended with status {status}"})
 
 
-def take_turn(contender: Contender, model: nn.Module, tokens: Tensor, setting: dict[str, Any], turn: int) -> dict[str, Any]:
+def take_turn(
+    contender: Contender, model: nn.Module, tokens: Tensor, setting: dict[str, Any], turn: int
+) -> dict[str, Any]:
     """Trains and measures: what the driver needs of this rank, as plain JSON."""
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1 + turn % 1000)
     dist.init_process_group("gloo", timeout=TIMEOUT)
@@ -116,7 +120,9 @@ def measure(subject: Subject, watch: Instruments, warmup_steps: int, timed_steps
         seconds = {node: sum(one.seconds for one in recorded if one.node in nodes) for node, nodes in _PARTS.items()}
         now = interface_bytes()
         gathered = subject.gathered_bytes()
-        of_collectives = {node: sum(one.sent_bytes for one in recorded if one.node in nodes) for node, nodes in _PARTS.items()}
+        of_collectives = {
+            node: sum(one.sent_bytes for one in recorded if one.node in nodes) for node, nodes in _PARTS.items()
+        }
         sent = of_collectives["gather"] if counted is None or gathered is None else gathered - counted
         steps.append({
             "step": step,

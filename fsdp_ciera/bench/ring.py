@@ -22,7 +22,9 @@ def ring_reduce_scatter(output: Tensor, values: Tensor, op: Any, group: dist.Pro
     of the ranks behind it. Sends (world_size - 1) x n values. Raises `ValueError` for another `op` than SUM and AVG.
     """
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-        raise ValueError(f"op={op!r} is not SUM or AVG, which is all that the ring reduces: measure with --reduce-scatter gloo")
+        raise ValueError(
+            f"op={op!r} is not SUM or AVG, which is all that the ring reduces: measure with --reduce-scatter gloo"
+        )
     world_size, rank = group.size(), group.rank()
     chunks = values.reshape(world_size, -1)
     sums = chunks[(rank - 1) % world_size].clone()
@@ -38,5 +40,3 @@ def ring_reduce_scatter(output: Tensor, values: Tensor, op: Any, group: dist.Pro
     if op == dist.ReduceOp.AVG:
         sums /= world_size
     output.view(-1).copy_(sums)
-
-

@@ -33,12 +33,16 @@ class RunCodec(ABC):
     stateless: ClassVar[bool] = False
     """Whether the same values always make the same payload. All other codecs must make empty plain sections of a shard that
     did not change, so that the size of a repeat gather is known beforehand."""
+    can_decode_in_place: ClassVar[bool] = False
+    """Whether what it remembers of its peers is exactly what it decoded last: then `out` of the next gather may hold that."""
 
     def __init__(self, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> None:
         self.num_values = num_values
         self.dtype = dtype
         self.block_size = block_size
         self.num_peers = num_peers
+        self.is_in_place = False
+        """Whether `out` in `decompress` holds what was decoded last, once there was a gather, and serves as the cache."""
 
     @classmethod
     def supports(cls, dtype: torch.dtype) -> bool:

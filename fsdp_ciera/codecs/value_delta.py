@@ -3,7 +3,7 @@
 sender    changed = values != own last ones
           payload = positions | changes in ulp, a byte or half a byte each | sign+mantissa and exponents of larger changes
           (positions and changes apart for small and large values, see [Note: Small values change more] in survey.py)
-receiver  ValueCache[positions] = moved or replaced;  copy ValueCache
+receiver  ValueCache[positions] = moved or replaced;  copy ValueCache (nothing to copy where the output is the cache)
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class ValueDelta(FloatRunCodec):
 
     name: ClassVar[str] = "value_delta"
     num_sections: ClassVar[int] = 7
+    can_decode_in_place: ClassVar[bool] = True
 
     def __init__(self, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> None:
         super().__init__(num_values, dtype, block_size, num_peers)
@@ -113,31 +114,37 @@ class ValueDelta(FloatRunCodec):
 
     def prepare(self) -> None:
         """PreDecmp: the cache, on first use."""
-        if self._value_cache is None:
+        if self._value_cache is None and not self.is_in_place:
             self._value_cache = zeros_tensor((self.num_peers, self.num_values), self.dtype)
 
     def decompress(
         self, first_peer: int, fixed: torch.Tensor, sections: Sequence[Sequence[StoredSection]], out: torch.Tensor
     ) -> None:
         """Decmp."""
-        assert self._value_cache is not None
-        caches = self._value_cache[first_peer : first_peer + len(sections)]
+        caches = out
+        if not self.is_in_place:
+            assert self._value_cache is not None
+            caches = self._value_cache[first_peer : first_peer + len(sections)]
         for row, received, into in zip(caches, sections, out, strict=True):
             where, *_, remainders, exponents = received[_SMALL_SECTIONS:]
             if all(one.coding == Coding.PLAIN and not len(one.data) for one in received):
-                _copy(row, into)
+                self._hand_on(row, into)
             elif where.coding == Coding.ALL:
                 for one in received[:_SMALL_SECTIONS]:
                     one.check_nothing()
                 where.check_empty()
                 received[_SMALL_SECTIONS + 1].check_nothing()
                 read_literals(remainders, exponents, self.format, row)
-                _copy(row, into)
+                self._hand_on(row, into)
             else:
                 self._move(row, received, into)
 
+    def _hand_on(self, row: torch.Tensor, out: torch.Tensor) -> None:
+        if not self.is_in_place:
+            _copy(row, out)
+
     def _move(self, row: torch.Tensor, received: Sequence[StoredSection], out: torch.Tensor) -> None:
-        """Applies moves and literals to the values of one peer [num_values], and copies all to `out`."""
+        """Applies moves and literals to the values of one peer [num_values], and copies all to `out` unless that is `row`."""
         boundary, where_small, what_small, where, what, remainders, exponents = received
         fmt, num_values = self.format, self.num_values
         small_bits, small_moves = None, np.empty(0, np.uint8)
@@ -165,7 +172,7 @@ class ValueDelta(FloatRunCodec):
         if num_escapes != len(literals):
             raise CieraDecodeError(f"moves ask for {num_escapes} literals, and there are {len(literals)}")
         changes = Received(form, bits, small_bits, torch.from_numpy(small_moves), torch.from_numpy(moves), literals)
-        used = kernels_of(row).apply_changes(row, fmt, changes, out)
+        used = kernels_of(row).apply_changes(row, fmt, changes, None if self.is_in_place else out)
         if used != Used(used.num_small, len(small_moves), len(moves), len(literals)):
             raise CieraDecodeError(f"changes lie behind the last of {used.num_small} small values, or of the others")
         for section, size in ((where_small, used.num_small), (where, num_values - used.num_small)):

@@ -2,10 +2,11 @@
 
 1. collectives   every recorded one is a row of  calls * call + calls * hops * hop + bytes / rate * 1/efficiency   (throttled)
                                             or   calls * call + calls * hops * hop + bytes * slow-down * copying   (no limit)
-                 by kind, inside and between hosts; least squares, nothing below zero, outliers count less
+                 by kind, inside and between hosts; least squares, nothing below zero, outliers count less; for each place with
+                 several rates, and for all together
 2. contention    how much longer the same forward and backward take on W ranks that share the cores, over all W at hand
-3. the rest      by contender and place: what a measured iteration has beyond the sum of its parts (ranks that wait for one
-                 another; a median of sums is not the sum of medians), the median over the calibrated rates
+3. corrections   by contender and place, over the calibrated rates:  measured iteration = own work + scale * network + rest.
+                 Ranks wait for one another, and a median of sums is not the sum of medians.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import numpy as np
 from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.fit import fit_robust
 from fsdp_ciera.simulator.network import Network, Place, Wire, hops, sent_bytes
-from fsdp_ciera.simulator.place import COLLECTIVES, Machine, hierarchical_groups, ring_of
+from fsdp_ciera.simulator.place import COLLECTIVES, Machine, hierarchical_groups, place_of, ring_of
 from fsdp_ciera.simulator.runs import Run, Setting
 from fsdp_ciera.trace import Trace
 
 FORMAT = 1
+_NOISE_SECONDS, _NOISE_SHARE = 0.005, 0.05
+"""By how much a collective's seconds are expected to vary: so much, and such a share of them."""
 _MAX_CONTENTION, _CONTENTION_STEPS = 3.0, 301
 
 
@@ -52,6 +55,28 @@ class Constants:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Correction:
+    """What a measured iteration makes of the sum of its parts."""
+
+    network_scale: float = 1.0
+    """Of the seconds of its collectives; 1 where only one rate was measured."""
+    rest_seconds: float = 0.0
+
+    @classmethod
+    def fit(cls, samples: Sequence[tuple[float, float, float]]) -> Correction:
+        """From (own seconds, network seconds, measured seconds) at one place. Least squares of relative errors."""
+        own, network, measured = np.array(samples).T
+        if np.ptp(network) <= 0.05 * network.max():
+            return cls(rest_seconds=float(np.median(measured - own - network)))
+        columns = np.stack([network, np.ones_like(network)], axis=1) / measured[:, None]
+        scale, rest = np.linalg.lstsq(columns, (measured - own) / measured, rcond=None)[0]
+        if scale <= 0:  # wild measurements: no line
+            return cls(rest_seconds=float(np.median(measured - own - network)))
+        # the rest may be below zero: recorded work holds disturbances that the median iteration was spared
+        return cls(network_scale=float(scale), rest_seconds=float(rest))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Calibration:
     """What was learned, and from which settings."""
 
@@ -59,10 +84,13 @@ class Calibration:
     num_cores: int
     contention: float
     between: Mapping[str, Constants]
-    """By kind of collective."""
+    """By kind of collective: of all places together."""
     inside: Mapping[str, Constants]
-    rest_seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """By contender, and by "<hosts>x<ranks per host>"."""
+    between_at: Mapping[str, Mapping[str, Constants]] = field(default_factory=dict)
+    """By place ("<hosts>x<ranks per host>") with at least two rates, and kind. How well a ring fills its links depends on how
+    many ranks it has, so a place goes by its own constants where it can."""
+    corrections: Mapping[str, Mapping[str, Correction]] = field(default_factory=dict)
+    """By contender and place."""
     num_collectives: int = 0
     """Recorded collectives that it was fitted to."""
 
@@ -71,14 +99,15 @@ class Calibration:
         """What its ranks computed on."""
         return Machine(num_cores=self.num_cores, contention=self.contention)
 
-    def network(self, rate_bits_per_second: float | None, world_size: int) -> Network:
-        """The stand's network at a rate, with so many ranks that share its cores."""
+    def network(self, rate_bits_per_second: float | None, place: Place) -> Network:
+        """The stand's network at a rate, with the ranks of `place` that share its cores."""
         rate = inf if rate_bits_per_second is None else rate_bits_per_second / 8
-        slowdown = self.machine.slowdown(world_size)
+        slowdown = self.machine.slowdown(place.world_size)
+        between = {**self.between, **self.between_at.get(_key(place), {})}
         spare = Constants()
         return Network(
             between={"any": spare.wire(rate, slowdown)}
-            | {kind: constants.wire(rate, slowdown) for kind, constants in self.between.items()},
+            | {kind: constants.wire(rate, slowdown) for kind, constants in between.items()},
             inside={"any": spare.wire(inf, slowdown)}
             | {kind: constants.wire(inf, slowdown) for kind, constants in self.inside.items()},
             burst_bytes=0.0 if rate == inf else burst_bytes(rate),
@@ -86,17 +115,17 @@ class Calibration:
             label="the stand's calibrated network",
         )
 
-    def rest_of(self, contender: str, place: Place) -> float:
-        """What to add to the sum of a contender's parts: as calibrated there, or as at the nearest world size, scaled by the
-        slow-down; 0 where nothing is known of it."""
-        known = self.rest_seconds.get(contender, {})
+    def correction_of(self, contender: str, place: Place) -> Correction:
+        """As calibrated there, or as at the nearest world size, its rest scaled by the slow-down; none if nothing is known."""
+        known = self.corrections.get(contender, {})
         if (key := _key(place)) in known:
             return known[key]
         if not known:
-            return 0.0
+            return Correction()
         nearest = min(known, key=lambda one: abs(np.log(_world_size(one) / place.world_size)))
         slowdown = self.machine.slowdown
-        return known[nearest] * slowdown(place.world_size) / slowdown(_world_size(nearest))
+        factor = slowdown(place.world_size) / slowdown(_world_size(nearest))
+        return replace(known[nearest], rest_seconds=factor * known[nearest].rest_seconds)
 
     def to_json(self) -> str:
         """Text that `from_json` reads back to the same calibration."""
@@ -113,7 +142,16 @@ class Calibration:
             between, inside = (
                 {kind: Constants(**one) for kind, one in read.pop(name).items()} for name in ("between", "inside")
             )
-            return cls(settings=settings, between=between, inside=inside, **read)
+            between_at = {
+                key: {kind: Constants(**one) for kind, one in its.items()}
+                for key, its in read.pop("between_at").items()
+            }
+            corrections = {
+                name: {key: Correction(**one) for key, one in its.items()}
+                for name, its in read.pop("corrections").items()
+            }
+            return cls(settings=settings, between=between, inside=inside, between_at=between_at, corrections=corrections,
+                       **read)  # fmt: skip
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise SimulationError(f"this is no calibration: {error!r}") from None
 
@@ -124,8 +162,10 @@ def burst_bytes(rate_bytes_per_second: float) -> float:
 
 
 def calibrate(runs: Sequence[Run]) -> Calibration:
-    """From all traces of these runs, except the measured rest (see `with_rest`). Raises `SimulationError` where there are none
-    with blocking collectives."""
+    """From all traces of these runs, without corrections (see `with_corrections`).
+
+    Raises `SimulationError` where there are none with blocking collectives.
+    """
     traces = [trace for run in runs for trace in run.traces.values() if trace.is_serial and trace.world_size > 1]
     if not traces:
         raise SimulationError(
@@ -139,23 +179,34 @@ def calibrate(runs: Sequence[Run]) -> Calibration:
     contention = _contention(traces, num_cores)
     machine = Machine(num_cores=num_cores, contention=contention)
     between, inside, num_rows = _constants(traces, machine)
+    by_place: dict[str, list[Trace]] = {}
+    for trace in traces:
+        by_place.setdefault(_key(place_of(trace)), []).append(trace)
+    between_at = {
+        key: _constants(its, machine)[0]
+        for key, its in by_place.items()
+        if len({trace.rate_bits_per_second for trace in its}) > 1
+    }
     return Calibration(
         settings=tuple(dict.fromkeys(run.setting for run in runs)),
         num_cores=num_cores,
         contention=contention,
         between=between,
         inside=inside,
+        between_at=between_at,
         num_collectives=num_rows,
     )
 
 
-def with_rest(calibration: Calibration, found: Iterable[tuple[str, Place, float]]) -> Calibration:
-    """The same with (contender, place, measured - predicted seconds) taken into account, by their medians."""
-    gathered: dict[str, dict[str, list[float]]] = {}
-    for contender, place, seconds in found:
-        gathered.setdefault(contender, {}).setdefault(_key(place), []).append(seconds)
-    rest = {name: {key: median(all_seconds) for key, all_seconds in its.items()} for name, its in gathered.items()}
-    return replace(calibration, rest_seconds=rest)
+def with_corrections(calibration: Calibration, found: Iterable[tuple[str, Place, float, float, float]]) -> Calibration:
+    """The same with (contender, place, own, network, measured seconds) taken into account."""
+    gathered: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
+    for contender, place, own, network, measured in found:
+        gathered.setdefault(contender, {}).setdefault(_key(place), []).append((own, network, measured))
+    corrections = {
+        name: {key: Correction.fit(samples) for key, samples in its.items()} for name, its in gathered.items()
+    }
+    return replace(calibration, corrections=corrections)
 
 
 def _key(place: Place) -> str:
@@ -220,7 +271,9 @@ def _constants(traces: Sequence[Trace], machine: Machine) -> tuple[dict[str, Con
     found: tuple[dict[str, Constants], dict[str, Constants]] = ({}, {})
     for (kind, is_inside), samples in rows.items():
         table = np.array([row for row, _ in samples])
-        call, hop, per_nominal, copying = fit_robust(table, np.array([seconds for _, seconds in samples]))
+        seconds = np.array([taken for _, taken in samples])
+        weights = 1 / (_NOISE_SECONDS + _NOISE_SHARE * seconds)  # long collectives vary more than short ones
+        call, hop, per_nominal, copying = fit_robust(table * weights[:, None], seconds * weights)
         found[is_inside][kind] = Constants(
             call_seconds=float(call),
             hop_seconds=float(hop),

@@ -10,7 +10,8 @@ overlapped    streams of compute, gathers, reduce-scatters, sender (Hash, Cmp) a
                 forward's. Decmp k waits for gather k, compute k for Decmp k, and gather k + 1 for neither
     link        gathers and reduce-scatters take turns on it in the order of the host's calls
 
-A block is a stretch of events that gather, with what computes and reduces until the next one gathers.
+A block is a stretch of events that gather, with what computes and reduces until the next one gathers. Recorded steps have
+compute between the stages of one gather, too (copies, Python); it counts as the block's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from fsdp_ciera.simulator.engine import Node
 from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.network import Network
-from fsdp_ciera.simulator.place import CODEC, COLLECTIVES, ENCODERS, hierarchical_groups, ring_of
+from fsdp_ciera.simulator.place import CODEC, COLLECTIVES, DECODERS, ENCODERS, hierarchical_groups, ring_of
 from fsdp_ciera.trace import NODES, Event, Trace
 
 HOST, COMPUTE, GATHER, REDUCE, SENDER, RECEIVER, LINK, IN_NODE_LINK = (
@@ -85,10 +86,46 @@ def _blocks(events: Iterable[Event]) -> list[_Block]:
     made: list[_Block] = []
     for event in events:
         gathers = event.node in _GATHERING and event.phase != "optimizer"
-        if not made or event.phase != made[-1].phase or (gathers and made[-1].rest):
+        if not made or event.phase != made[-1].phase or (gathers and made[-1].rest and not _goes_on(made[-1], event)):
             made.append(_Block(event.phase))
         (made[-1].gathering if gathers else made[-1].rest).append(event)
     return made
+
+
+def _without_prefetch(events: Sequence[Event]) -> list[Event]:
+    """Backward gathers behind the reduce-scatter of the group gathered before, as if each waited until it is needed.
+
+    FSDP2 calls the next gather before it computes with the last one, on gloo too, where that gains nothing: a recorded step
+    has gather 2, compute 3, reduce-scatter 3. The root's group is gathered first and reduced last: nothing waits for it.
+    """
+    reduced_at = {event.group: place for place, event in enumerate(events) if event.node == "ReduceScatter"}
+    made: list[Event] = []
+    held: list[Event] = []
+    gathered: int | None = None
+    awaited: int | None = None
+    for place, event in enumerate(events):
+        if event.phase != "backward":
+            made += held
+            held, gathered = [], None
+        elif event.node in _GATHERING and event.group is not None:
+            if event.group != gathered:
+                gathered, awaited = event.group, gathered
+            last = len(events)
+            if awaited is not None and place < reduced_at.get(awaited, -1) < reduced_at.get(event.group, last):
+                held.append(event)
+                continue
+        made.append(event)
+        if event.node == "ReduceScatter" and held and event.group == awaited:
+            made += held
+            held = []
+    return made + held
+
+
+def _goes_on(block: _Block, event: Event) -> bool:
+    """Whether this is another stage of the block's own gather: what a recorder finds between two stages is compute too."""
+    if any(one.node != "Compute" for one in block.rest) or {one.group for one in block.gathering} != {event.group}:
+        return False
+    return event.node in (*DECODERS, "InNode") or not any(one.node == "Decmp" for one in block.gathering)
 
 
 class _Overlapped:
@@ -97,7 +134,7 @@ class _Overlapped:
     def __init__(self, trace: Trace, settles: bool) -> None:
         self.trace = trace
         self.nodes: list[Node] = []
-        self.blocks = _blocks(trace.events)
+        self.blocks = _blocks(_without_prefetch(trace.events))
         self.computes: list[int] = []
         """The last compute node of each block so far; -1 where there was none."""
         self.reduces: list[int] = []

@@ -136,12 +136,16 @@ def hierarchical(trace: Trace) -> Trace:
 
 def _with_in_node(trace: Trace, place: Place, fewer: float) -> Iterator[Event]:
     waiting: Event | None = None
+    is_decoded = False
     for event in trace.events:
+        goes_on = waiting is not None and event.node in ("AllGather", *CODEC) and event.group == waiting.group
         if event.node in DECODERS:
             event = replace(event, seconds=event.seconds * fewer)
-        elif waiting is not None and not (event.node == "AllGather" and event.group == waiting.group):
-            yield waiting  # decoded shards are spread; a header and its payload are one gather
-            waiting = None
+            is_decoded = True
+        # shards are spread once they are decoded; a header and its payload are one gather, whatever was computed between
+        elif waiting is not None and not goes_on and (is_decoded or event.node != "Compute"):
+            yield waiting
+            waiting, is_decoded = None, False
         yield event
         if event.node == "AllGather" and event.group is not None:
             raw = trace.groups[event.group].values_per_rank * trace.item_bytes

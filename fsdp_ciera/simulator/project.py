@@ -59,8 +59,11 @@ class TraceJob:
         self._machine, self._then, self._speedup, self._at = machine, then, speedup, at
 
     def keys(self) -> list[str]:
-        """Those with traces, and those that can be derived."""
-        return [*BY_KEY, *(key for key in self._traces if key not in BY_KEY)]
+        """Those with traces, and those that can be derived. On the stand itself, where codecs cost what they cost there, no
+        codec that was not recorded."""
+        on_stand = self._at is not None
+        derived = [key for key in BY_KEY if key in self._traces or not (on_stand and BY_KEY[key].needs_costs)]
+        return [*derived, *(key for key in self._traces if key not in BY_KEY)]
 
     def step(self, key: str, place: Place, given: Assumptions) -> tuple[Trace, str]:
         """See `Job`."""
@@ -106,11 +109,10 @@ class Cluster:
     """Where it shall run."""
 
     ranks_per_host: int
-    network: Callable[[int], Network]
-    """By world size."""
+    network: Callable[[Place], Network]
     is_serial: bool
-    rest: Callable[[str, Place], float] | None = None
-    """Calibrated seconds beyond the sum of the parts, by contender and place."""
+    correct: Callable[[str, Place, float, float], float] | None = None
+    """(contender, place, own seconds, network seconds) -> seconds of an iteration, as calibrated; `None`: the schedule's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,9 +152,16 @@ def project(
 def schedule(job: Job, cluster: Cluster, place: Place, key: str, given: Assumptions) -> tuple[Trace, Schedule, str]:
     """A contender's step with the seconds of its collectives, when its nodes run, and its source."""
     trace, source = job.step(key, place, given)
-    trace = priced(trace, cluster.network(place.world_size))
+    trace = priced(trace, cluster.network(place))
     settles = given.overlap and key in CONTENDERS and CONTENDERS[key].kind == Kind.OURS and "paper" not in key
     return trace, simulate(build(trace, cluster.is_serial, settles)), source
+
+
+def label_of(key: str) -> str:
+    """A contender's, for tables and pictures."""
+    if key in BY_KEY:
+        return BY_KEY[key].label
+    return CONTENDERS[key].label if key in CONTENDERS else key
 
 
 def place_at(world_size: int, ranks_per_host: int) -> Place:
@@ -166,12 +175,14 @@ def place_at(world_size: int, ranks_per_host: int) -> Place:
 
 def _point(job: Job, cluster: Cluster, place: Place, key: str, given: Assumptions, stock_seconds: float) -> Point:
     trace, found, source = schedule(job, cluster, place, key, given)
-    seconds = found.seconds + (cluster.rest(key, place) if cluster.rest is not None else 0.0)
-    label = BY_KEY[key].label if key in BY_KEY else CONTENDERS[key].label if key in CONTENDERS else key
+    seconds = found.seconds
+    if cluster.correct is not None:
+        network = sum(found.kind_seconds(kind) for kind in COLLECTIVES)
+        seconds = cluster.correct(key, place, found.seconds - network, network)
     codec = sum(found.kind_seconds(kind) for kind in ("Hash", "Cmp", "PreDecmp", "Decmp"))
     return Point(
         contender=key,
-        label=label,
+        label=label_of(key),
         source=source,
         world_size=place.world_size,
         seconds=seconds,

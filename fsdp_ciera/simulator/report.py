@@ -19,7 +19,7 @@ FORMAT = 1
 def validation_table(validation: Validation) -> Table:
     """One line a check."""
     made = Table(title=f"predicted beside measured iteration times (bar: {100 * BAR:g} %)")
-    for heading in ("contender", "setting", "predicted s", "measured s", "error", ""):
+    for heading in ("contender", "setting", "predicted s", "measured s", "scatter", "error", ""):
         made.add_column(heading, justify="left" if heading in ("contender", "setting", "") else "right")
     for check in validation.checks:
         misses = check.is_independent and abs(check.error) > BAR
@@ -28,6 +28,7 @@ def validation_table(validation: Validation) -> Table:
             str(check.setting),
             f"{check.predicted_seconds:.3f}",
             f"{check.measured_seconds:.3f}",
+            f"{100 * check.measured_scatter:.1f} %",
             f"{100 * check.error:+.1f} %",
             remark(check),
             style="red" if misses else None if check.is_independent else "dim",

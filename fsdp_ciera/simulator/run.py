@@ -19,7 +19,17 @@ from fsdp_ciera.simulator.figures import Panel, draw_projection, draw_timeline
 from fsdp_ciera.simulator.modelled import ComputeCosts, ModelParameters
 from fsdp_ciera.simulator.network import Network, Place
 from fsdp_ciera.simulator.place import Machine
-from fsdp_ciera.simulator.project import Cluster, Job, ModelJob, Point, TraceJob, place_at, project, schedule
+from fsdp_ciera.simulator.project import (
+    Cluster,
+    Job,
+    ModelJob,
+    Point,
+    TraceJob,
+    label_of,
+    place_at,
+    project,
+    schedule,
+)
 from fsdp_ciera.simulator.report import STAMP, as_json, projection_table, validation_table
 from fsdp_ciera.simulator.runs import Run, Setting, load_run, load_trace, parse_rate
 from fsdp_ciera.simulator.schemes import Assumptions
@@ -116,12 +126,12 @@ def _refuse(validation: Validation) -> None:
     console.print(f"ciera: no projection: {validation.verdict()}", highlight=False, markup=False)
     for check in validation.counted:
         if abs(check.error) > BAR:
-            console.print(
+            text = (
                 f"  {check.contender} on {check.setting}: {100 * check.error:+.1f} % (predicted "
-                f"{check.predicted_seconds:.3f} s, measured {check.measured_seconds:.3f} s)",
-                highlight=False,
-                markup=False,
+                f"{check.predicted_seconds:.3f} s, measured {check.measured_seconds:.3f} s; its iterations scatter by "
+                f"{100 * check.measured_scatter:.1f} %)"
             )
+            console.print(text, highlight=False, markup=False)
     console.print("  --unvalidated projects all the same, and stamps every output", highlight=False, markup=False)
 
 
@@ -152,7 +162,7 @@ def _prepare(
     )
     if is_stand:
         job, cluster, stand_notes = _on_the_stand(options, predictor, is_serial)
-        rate = cluster.network(2).rate_bytes_per_second
+        rate = cluster.network(Place(world_size=2)).rate_bytes_per_second
         given = replace(given, between=Link(0.0, min(rate, 1e12)), inside=Link(0.0, 1e12))
         notes += stand_notes
     else:
@@ -192,13 +202,17 @@ def _on_the_stand(
         setting = Setting(hosts=place.hosts, ranks_per_host=place.ranks_per_host, rate_bits_per_second=rate)
         return known.trace_for(key, setting)
 
+    def correct(key: str, place: Place, own_seconds: float, network_seconds: float) -> float:
+        correction = known.calibration.correction_of(key, place)
+        return own_seconds + correction.network_scale * network_seconds + correction.rest_seconds
+
     traces = {trace.contender: trace for trace in known.traces}
     job = TraceJob(list(traces.values()), known.calibration.machine, at=at)
     cluster = Cluster(
         ranks_per_host=options.ranks_per_node,
-        network=lambda world_size: known.calibration.network(rate, world_size),
+        network=lambda place: known.calibration.network(rate, place),
         is_serial=is_serial,
-        rest=known.calibration.rest_of if is_serial else None,
+        correct=correct if is_serial else None,
     )
     cores = known.calibration.num_cores
     return job, cluster, [f"the measured stand at {options.rate}: its ranks share {cores} cores"]
@@ -295,7 +309,7 @@ def _panels(options: SimulateOptions, job: Job, cluster: Cluster, given: Assumpt
         for is_serial in (True, False):
             its_given = replace(given, overlap=not is_serial)
             _, found, _ = schedule(job, replace(cluster, is_serial=is_serial), place, key, its_given)
-            made.append(Panel(f"{key}, {'serial' if is_serial else 'overlapped'}", found))
+            made.append(Panel(f"{label_of(key)}, {'serial' if is_serial else 'overlapped'}", found))
     return made
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 from fsdp_ciera.bench.results import Results
 from fsdp_ciera.simulator.errors import SimulationError
@@ -43,6 +43,9 @@ class Run:
     num_cores: int
     medians: Mapping[str, float]
     """By contender: seconds of an iteration."""
+    scatters: Mapping[str, float]
+    """By contender: half of what the middle half of its iterations spans, as a share of the median. Much of it: a machine that
+    did other things, and medians that nothing can predict."""
     traces: Mapping[str, Trace]
 
 
@@ -56,6 +59,11 @@ def load_run(folder: Path) -> Run:
         raise SimulationError(f"{str(folder / 'results.json')!r} cannot be used: {error}") from None
     setting = results.setting
     traces = [load_trace(path) for path in sorted((folder / "traces").glob("*.json"))]
+    seconds = {
+        one.contender: [step.seconds for step in one.steps]
+        for one in results.measured
+        if one.steps and one.failure is None
+    }
     return Run(
         folder=folder,
         setting=Setting(
@@ -64,11 +72,8 @@ def load_run(folder: Path) -> Run:
             rate_bits_per_second=None if setting.rate is None else parse_rate(setting.rate),
         ),
         num_cores=setting.num_cores,
-        medians={
-            one.contender: median(step.seconds for step in one.steps)
-            for one in results.measured
-            if one.steps and one.failure is None
-        },
+        medians={key: median(its) for key, its in seconds.items()},
+        scatters={key: _scatter(its) for key, its in seconds.items()},
         traces={trace.contender: trace for trace in traces},
     )
 
@@ -90,6 +95,13 @@ def setting_of(trace: Trace) -> Setting:
         ranks_per_host=trace.ranks_per_host,
         rate_bits_per_second=trace.rate_bits_per_second,
     )
+
+
+def _scatter(seconds: Sequence[float]) -> float:
+    if len(seconds) < 2:
+        return 0.0
+    low, middle, high = quantiles(seconds, n=4, method="inclusive")
+    return (high - low) / 2 / middle
 
 
 def parse_rate(text: str) -> float:

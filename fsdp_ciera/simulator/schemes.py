@@ -22,6 +22,7 @@ from fsdp_ciera.policies.payloads import Payload, expected_payload
 from fsdp_ciera.policies.tables import Table, rates_for
 from fsdp_ciera.policy import CieraPolicy
 from fsdp_ciera.shapes import GroupShape, spans_of
+from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.network import Place
 from fsdp_ciera.simulator.place import part_of
 from fsdp_ciera.trace import Event, Trace
@@ -53,9 +54,9 @@ class Scheme:
     """Of a gradient, where it is not what the trace says."""
 
     @property
-    def is_ours(self) -> bool:
-        """Whether a policy of fsdp_ciera makes it."""
-        return bool(self.codecs)
+    def needs_costs(self) -> bool:
+        """Whether it codes what it gathers, so that its step depends on what codecs cost and send."""
+        return bool(self.codecs) or self.bits is not None
 
 
 _DEFAULT_CODECS = CieraPolicy().codecs
@@ -112,9 +113,12 @@ def derive(
     scheme: Scheme,
     groups: Sequence[tuple[Sequence[str], Sequence[int]]],
     place: Place,
-    given: Assumptions,
+    given: Assumptions | None,
 ) -> Trace:
-    """The step of `scheme`, from that of stock FSDP2 at `place`. Cost: no work that grows with the number of ranks."""
+    """The step of `scheme`, from that of stock FSDP2 at `place`. Cost: no work that grows with the number of ranks.
+
+    `given` may be missing where the scheme needs no costs.
+    """
     if place.world_size < 2 or scheme.key == "fsdp2":
         return replace(stock, contender=scheme.key)
     if scheme.keeps or scheme.reshards_to_part:
@@ -128,6 +132,8 @@ def derive(
             for event in stock.events
         ]
         return replace(stock, contender=scheme.key, reduce_item_bytes=scheme.reduce_item_bytes, events=tuple(events))
+    if given is None:
+        raise SimulationError(f"the step of {scheme.key!r} depends on codec costs, and none are given")
     coded: list[tuple[_Gather, _Gather] | None]
     if scheme.bits is not None:
         coded = [_peer_group(sum(sizes) / place.world_size, scheme, place, given) for _, sizes in groups]

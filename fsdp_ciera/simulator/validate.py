@@ -1,7 +1,7 @@
 """Validation: predicted beside measured iteration times, in settings that the calibration has not seen.
 
 A prediction for (contender, hosts, rate) uses calibration runs alone: the contender's trace at the same number of hosts (the
-median over rates; payloads from the nearest rate), or at another number, moved; the calibrated network; the calibrated rest.
+median over rates; payloads from the nearest rate), or at another number, moved; the calibrated network and corrections.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from math import log
 from statistics import median
 
-from fsdp_ciera.simulator.calibrate import Calibration, calibrate, with_rest
+from fsdp_ciera.simulator.calibrate import Calibration, calibrate, with_corrections
 from fsdp_ciera.simulator.engine import simulate
 from fsdp_ciera.simulator.graph import build, priced
 from fsdp_ciera.simulator.network import Place
-from fsdp_ciera.simulator.place import move
+from fsdp_ciera.simulator.place import COLLECTIVES, move
 from fsdp_ciera.simulator.runs import Run, Setting, setting_of
+from fsdp_ciera.simulator.schemes import BY_KEY, derive
 from fsdp_ciera.trace import Trace
 
 BAR = 0.04
@@ -32,6 +33,8 @@ class Check:
     predicted_seconds: float
     measured_seconds: float
     """The median of its iterations."""
+    measured_scatter: float
+    """Of them, see `Run.scatters`."""
     is_independent: bool
     """Whether nothing of this setting was calibrated on; only then it counts."""
 
@@ -90,13 +93,13 @@ class Predictor:
         self._runs = runs
         self.traces = [trace for run in runs for trace in run.traces.values()]
         self.calibration: Calibration = calibrate(runs)
-        self.calibration = with_rest(self.calibration, list(self._rests()))
+        self.calibration = with_corrections(self.calibration, list(self._samples()))
 
     def trace_for(self, contender: str, setting: Setting) -> Trace | None:
         """Its step there, without the network's seconds; `None` where no calibration run has a trace of it."""
         known = [trace for trace in self.traces if trace.contender == contender]
         if not known:
-            return None
+            return self._derived(contender, setting)
         place = setting.place
         here = [trace for trace in known if setting_of(trace).place == place]
         if not here:
@@ -106,25 +109,39 @@ class Predictor:
         machine = self.calibration.machine
         return replace(move(typical, place, machine, machine), rate_bits_per_second=setting.rate_bits_per_second)
 
+    def _derived(self, contender: str, setting: Setting) -> Trace | None:
+        """Of a contender that was measured but could not be recorded (DeepSpeed): stock FSDP2's step with its own bytes."""
+        was_measured = any(contender in run.medians for run in self._runs)
+        if not was_measured or contender not in BY_KEY or BY_KEY[contender].needs_costs or contender == "fsdp2":
+            return None
+        stock = self.trace_for("fsdp2", setting)
+        return None if stock is None else derive(stock, BY_KEY[contender], (), setting.place, None)
+
     def predict(self, contender: str, setting: Setting) -> float | None:
         """Seconds of its median iteration; `None` where nothing is known of it."""
-        seconds = self._sum(contender, setting)
-        return None if seconds is None else seconds + self.calibration.rest_of(contender, setting.place)
+        parts = self._parts(contender, setting)
+        if parts is None:
+            return None
+        own, network = parts
+        correction = self.calibration.correction_of(contender, setting.place)
+        return own + correction.network_scale * network + correction.rest_seconds
 
-    def _sum(self, contender: str, setting: Setting) -> float | None:
+    def _parts(self, contender: str, setting: Setting) -> tuple[float, float] | None:
+        """Seconds of its own work and of collectives: in a serial schedule, all of an iteration."""
         trace = self.trace_for(contender, setting)
         if trace is None:
             return None
-        network = self.calibration.network(setting.rate_bits_per_second, setting.place.world_size)
-        return simulate(build(priced(trace, network), is_serial=True)).seconds
+        network = self.calibration.network(setting.rate_bits_per_second, setting.place)
+        found = simulate(build(priced(trace, network), is_serial=True))
+        in_network = sum(found.kind_seconds(kind) for kind in COLLECTIVES)
+        return found.seconds - in_network, in_network
 
-    def _rests(self) -> Iterator[tuple[str, Place, float]]:
+    def _samples(self) -> Iterator[tuple[str, Place, float, float, float]]:
         for run in self._runs:
             for contender, measured in run.medians.items():
-                if contender in run.traces:
-                    seconds = self._sum(contender, run.setting)
-                    assert seconds is not None
-                    yield contender, run.setting.place, measured - seconds
+                parts = self._parts(contender, run.setting)
+                if parts is not None:
+                    yield contender, run.setting.place, *parts, measured
 
 
 def validate(predictor: Predictor, runs: Sequence[Run]) -> Validation:
@@ -143,6 +160,7 @@ def validate(predictor: Predictor, runs: Sequence[Run]) -> Validation:
                     setting=run.setting,
                     predicted_seconds=predicted,
                     measured_seconds=measured,
+                    measured_scatter=run.scatters[contender],
                     is_independent=run.setting not in calibrated,
                 )
             )
