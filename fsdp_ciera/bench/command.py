@@ -46,7 +46,7 @@ def _add_e2e(benches: _Commands) -> None:
     parser.add_argument("--rounds", type=_count, default=2, help="turns of each contender")
     parser.add_argument("--warmup-steps", type=_count, default=2, help="iterations of a turn before the timed ones")
     parser.add_argument("--steps", type=_count, default=3, help="timed iterations of a turn")
-    parser.add_argument("--tokens", type=_count, default=32, help="tokens a rank and step")
+    parser.add_argument("--tokens", type=_count, default=8, help="tokens a rank and step")
     parser.add_argument("--lr", type=float, default=1e-5, help="learning rate")
     parser.add_argument(
         "--reduce-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of gradients on the links"

@@ -52,6 +52,12 @@ class Contender:
             fields |= {"topology": "hierarchical", "ranks_per_node": ranks_per_host}
         return CieraPolicy.paper(**fields) if self.is_paper else CieraPolicy(**fields)
 
+    @property
+    def may_choose_nothing(self) -> bool:
+        """Whether it is a policy that weighs codecs against none, and so should never be slower than stock FSDP2."""
+        policy = self.make_policy(1e-5, 2)
+        return policy is not None and policy.may_go_plain
+
     def lacks(self, hosts: int, ranks_per_host: int) -> str | None:
         """Why it cannot run on such a cluster, `None` when it can."""
         if self.is_hierarchical and (ranks_per_host < 2 or hosts < 2):

@@ -343,13 +343,14 @@ def _percents(summaries: Sequence[Summary]) -> str:
 
 
 def _never_slower(summaries: Sequence[Summary]) -> Verdict:
-    ours = [one for one in summaries if one.contender.kind is Kind.OURS and one.contender.is_lossless]
+    """Policies that weigh codecs against none. A single codec is used gain or no gain: it is in the table, and not judged."""
+    ours = [one for one in summaries if one.contender.may_choose_nothing]
     known = [one for one in ours if not math.isnan(one.stock_ratio)]
     if not known:
-        return Verdict(name="never slower", passed=None, text="none of ours beside FSDP2", decides=False)
+        return Verdict(name="never slower", passed=None, text="no policy of ours beside FSDP2", decides=False)
     slow = [one for one in known if one.is_slower]
     worst = min(known, key=lambda one: one.stock_ratio)
-    text = f"of ours, {len(slow)} of {len(known)} take over {SLOWER_BAR_PERCENT:g} % longer than FSDP2"
+    text = f"of our policies, {len(slow)} of {len(known)} take over {SLOWER_BAR_PERCENT:g} % longer than FSDP2"
     named = "; ".join(f"{one.label} {100 * (1 / one.stock_ratio - 1):+.1f} %" for one in slow or [worst])
     return Verdict(
         name="never slower",

@@ -30,6 +30,7 @@ from fsdp_ciera.trace import Trace
 FORMAT = 1
 _NOISE_SECONDS, _NOISE_SHARE = 0.005, 0.05
 """By how much a collective's seconds are expected to vary: so much, and such a share of them."""
+_LEAST_SCALE = 0.75
 _MAX_CONTENTION, _CONTENTION_STEPS = 3.0, 301
 
 
@@ -70,7 +71,7 @@ class Correction:
             return cls(rest_seconds=float(np.median(measured - own - network)))
         columns = np.stack([network, np.ones_like(network)], axis=1) / measured[:, None]
         scale, rest = np.linalg.lstsq(columns, (measured - own) / measured, rcond=None)[0]
-        if scale <= 0:  # wild measurements: no line
+        if not _LEAST_SCALE <= scale <= 1 / _LEAST_SCALE:  # the network's constants cannot be as wrong: a disturbed run
             return cls(rest_seconds=float(np.median(measured - own - network)))
         # the rest may be below zero: recorded work holds disturbances that the median iteration was spared
         return cls(network_scale=float(scale), rest_seconds=float(rest))
@@ -116,8 +117,9 @@ class Calibration:
         )
 
     def correction_of(self, contender: str, place: Place) -> Correction:
-        """As calibrated there, or as at the nearest world size, its rest scaled by the slow-down; none if nothing is known."""
-        known = self.corrections.get(contender, {})
+        """As calibrated there, or as at the nearest world size, its rest scaled by the slow-down; stock FSDP2's for a contender
+        that was not measured."""
+        known = self.corrections.get(contender) or self.corrections.get("fsdp2", {})
         if (key := _key(place)) in known:
             return known[key]
         if not known:

@@ -179,8 +179,9 @@ def _prepare(
         if is_serial
         else "schedule: overlapped as FSDP2 prefetches; the stand, where nothing overlaps, cannot vouch for that"
     )
-    notes.append("derived contenders: what nobody recorded follows from stock FSDP2's step; " + costs_note)
-    notes += [f"change rates: {table.name} at a learning rate of {options.learning_rate:g}", *table_notes]
+    if not is_stand:
+        notes.append("derived contenders: what nobody recorded follows from stock FSDP2's step; " + costs_note)
+        notes += [f"change rates: {table.name} at a learning rate of {options.learning_rate:g}", *table_notes]
     notes.append("shards are cut evenly (FSDP2 pads: beyond some hundred ranks share parameters among fewer, HSDP)")
     return job, cluster, given, notes
 
