@@ -93,6 +93,41 @@ def test_any_mix_of_codecs_survives_any_changes(
         gather(states, shards)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    codecs=st.lists(st.sampled_from(["raw", "exponent_delta", "value_delta"]), min_size=4, max_size=4),
+    seed=st.integers(0, 2**32),
+    steps=st.lists(st.tuples(st.sampled_from([0.0, 0.01, 0.3, 1.0]), st.booleans()), min_size=2, max_size=5),
+)
+def test_decode_in_place(codecs: list[str], seed: int, steps: list[tuple[float, bool]]) -> None:
+    """The output that a gather filled is the cache of the next one, which may get the same memory or another."""
+    sizes, world_size = [100, 0, 333, 40], 3
+    num_values = sum(sizes)
+    generator = torch.Generator().manual_seed(seed)
+    layout = build_layout(NAMES, sizes, codecs, num_values, torch.bfloat16)
+    states = [LockstepState(layout, 64, world_size, rank, in_place=True) for rank in range(world_size)]
+    shards = random_bits((world_size, num_values), torch.bfloat16, generator)
+    outputs = [torch.zeros_like(shards) for _ in states]
+    for share, is_elsewhere in [(1.0, False), *steps]:
+        mask = torch.rand(shards.shape, generator=generator) < share
+        nudged = (shards.view(torch.int16) + mask.to(torch.int16)).view(torch.bfloat16)
+        shards = nudged
+        encoded = [state.encode(shard) for state, shard in zip(states, shards, strict=True)]
+        sizes_sent = [one.num_bytes for one in encoded]
+        payloads = torch.stack([one.payload(max(sizes_sent)).clone() for one in encoded])
+        for rank, state in enumerate(states):
+            if is_elsewhere:
+                outputs[rank] = random_bits(tuple(shards.shape), torch.bfloat16, generator)
+            outputs[rank][rank] = shards[rank]
+            state.prepare()
+            state.decode(payloads, sizes_sent, outputs[rank])
+            assert torch.equal(outputs[rank].view(torch.int16), shards.view(torch.int16))
+            state.commit(state.sequence + 1, ())
+            assert (state.held is outputs[rank]) == ("value_delta" in {run.codec for run in layout.runs})
+            for codec in state.codecs:
+                assert getattr(codec, "_value_cache", None) is None
+
+
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.float16, 11), (torch.float32, 24)])
 def test_a_repeat_gather_sends_sign_mantissa_and_the_bitmap(dtype: torch.dtype, bits: int) -> None:
     num_values, block_size = 4096, 512

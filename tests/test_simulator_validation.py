@@ -181,6 +181,15 @@ def test_the_command_refuses_without_anything_measured(tmp_path: Path, capsys: p
     assert STAMP in capsys.readouterr().out
 
 
+def test_runs_of_another_job_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    learned, checked = folders(tmp_path)
+    results = Path(checked[0]) / "results.json"
+    results.write_text(results.read_text().replace('"tokens_per_rank": 1', '"tokens_per_rank": 2'))
+    assert main(["simulate", "--calibrate", *learned, "--validate", *checked, "--gpus", "8"]) == 2
+    error = capsys.readouterr().err
+    assert "trained another job" in error and "2 tokens a rank" in error and error.count("\n") == 1
+
+
 def test_pictures_carry_the_stamp(tmp_path: Path) -> None:
     from matplotlib.figure import Figure
 

@@ -59,7 +59,7 @@ class JobOptions:
 
     learning_rate: float = 1e-5
     tokens_per_rank: int = 8
-    """Few, so that links are what bounds the step: the processor's time hardly depends on it, for it reads all weights anyway."""
+    """Few, so that links are what bounds the step: compute hardly depends on it, since it reads all weights anyway."""
     reduce_dtype: str = "bfloat16"
 
 

@@ -93,7 +93,9 @@ def run_simulate(options: SimulateOptions) -> int:
     predictor = Predictor(calibrated) if calibrated else None
     validation = Validation()
     if predictor is not None:
-        validation = validate(predictor, [load_run(folder) for folder in options.validate])
+        checked = [load_run(folder) for folder in options.validate]
+        _check_same_job([*calibrated, *checked])
+        validation = validate(predictor, checked)
         if options.save_calibration is not None:
             _write("--save-calibration", options.save_calibration, predictor.calibration.to_json())
     if not is_quiet and validation.checks:
@@ -119,6 +121,14 @@ def run_simulate(options: SimulateOptions) -> int:
         _show(console, options, job, points, notes, is_unvalidated, sorted(passed))
     _draw(options, job, cluster, given, points, is_unvalidated)
     return 0
+
+
+def _check_same_job(runs: Sequence[Run]) -> None:
+    for run in runs[1:]:
+        if run.job != runs[0].job:
+            raise SimulationError(
+                f"{str(run.folder)!r} trained another job than {str(runs[0].folder)!r}: {run.job}; allowed: {runs[0].job}"
+            )
 
 
 def _refuse(validation: Validation) -> None:

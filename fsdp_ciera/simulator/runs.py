@@ -40,6 +40,8 @@ class Run:
 
     folder: Path
     setting: Setting
+    job: str
+    """What was trained, in words: runs of different jobs say nothing of one another."""
     num_cores: int
     medians: Mapping[str, float]
     """By contender: seconds of an iteration."""
@@ -71,6 +73,8 @@ def load_run(folder: Path) -> Run:
             ranks_per_host=setting.ranks_per_host,
             rate_bits_per_second=None if setting.rate is None else parse_rate(setting.rate),
         ),
+        job=f"{setting.model}, {setting.num_parameters} parameters, {setting.tokens_per_rank} tokens a rank, learning rate "
+        f"{setting.learning_rate:g}, {setting.reduce_dtype} gradients, {setting.reduce_scatter} reduce-scatter",
         num_cores=setting.num_cores,
         medians={key: median(its) for key, its in seconds.items()},
         scatters={key: _scatter(its) for key, its in seconds.items()},
