@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from fsdp_ciera.arguments import count, count_or_zero
 from fsdp_ciera.bench.command import add_bench
 from fsdp_ciera.errors import CieraPolicyError, RecipeError
 from fsdp_ciera.simulator.command import add_simulate
@@ -70,10 +71,10 @@ def _add_demo(commands: _Commands) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", metavar="FOLDER", default="runs/demo", help="where results go")
-    parser.add_argument("--ranks", type=_count, default=4, help="gloo ranks on this machine")
-    parser.add_argument("--steps", type=_count, default=14, help="optimizer steps of each run")
+    parser.add_argument("--ranks", type=count, default=4, help="gloo ranks on this machine")
+    parser.add_argument("--steps", type=count, default=14, help="optimizer steps of each run")
     parser.add_argument("--lr", type=float, default=1e-5, help="learning rate")
-    parser.add_argument("--seq-len", type=_count, default=128, help="tokens a rank and step")
+    parser.add_argument("--seq-len", type=count, default=128, help="tokens a rank and step")
     parser.add_argument("--codec", default="exponent_block", help="codec of the second run; the default is the paper's")
     parser.set_defaults(run=_demo)
 
@@ -112,10 +113,10 @@ def _add_profile(commands: _Commands) -> None:
         default=[],
         help="override one key of the recipe; may be repeated",
     )
-    parser.add_argument("--interval", type=_count, default=1, help="steps between two looks at the shards (default: 1)")
+    parser.add_argument("--interval", type=count, default=1, help="steps between two looks at the shards (default: 1)")
     parser.add_argument(
         "--warmup-steps",
-        type=_count_or_zero,
+        type=count_or_zero,
         default=30,
         help="first steps that are left out of averages and table, as the paper does (default: 30)",
     )
@@ -141,10 +142,6 @@ def _profile(parsed: argparse.Namespace) -> int:
     )
 
 
-def _count_or_zero(text: str) -> int:
-    return 0 if text == "0" else _count(text)
-
-
 def _add_plan(commands: _Commands) -> None:
     parser = commands.add_parser(
         "plan",
@@ -156,15 +153,15 @@ def _add_plan(commands: _Commands) -> None:
     parser.add_argument(
         "model", help="a model of the paper by name, such as olmoe-1b-7b, or a folder with a config.json"
     )
-    parser.add_argument("--world-size", type=_count, default=16, help="ranks that share the parameters")
-    parser.add_argument("--ranks-per-node", type=_count, default=8, help="ranks of a node")
+    parser.add_argument("--world-size", type=count, default=16, help="ranks that share the parameters")
+    parser.add_argument("--ranks-per-node", type=count, default=8, help="ranks of a node")
     parser.add_argument("--between-nodes", metavar="SPEED", default="8GB/s 30us",
                         help="bus bandwidth and latency of an all-gather across nodes")  # fmt: skip
     parser.add_argument("--in-node", metavar="SPEED", default="230GB/s 15us", help="the same inside a node")
     parser.add_argument("--lr", type=float, default=1e-5, help="learning rate")
     parser.add_argument("--budget", metavar="BYTES", default="8GiB", help="caches on each rank, or none for no limit")
     parser.add_argument(
-        "--micro-batches", type=_count, default=1, help="forward and backward passes in an optimizer step"
+        "--micro-batches", type=count, default=1, help="forward and backward passes in an optimizer step"
     )
     parser.add_argument("--codecs", nargs="+", metavar="CODEC", help="codecs to choose from")
     parser.add_argument("--paper", action="store_true", help="as published: exponent_block, chosen greedily")
@@ -204,13 +201,6 @@ def _plan(parsed: argparse.Namespace) -> int:
             plot=Path(parsed.plot) if parsed.plot else None,
         )
     )
-
-
-def _count(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return number
 
 
 _COMMANDS: tuple[Callable[[_Commands], None], ...] = (

@@ -6,15 +6,16 @@
 
 `torch.distributed`'s collectives are replaced by timed ones while the block lasts, so that every contender of the stand (FSDP2,
 DeepSpeed, ours) is measured in the same way. Times are those of the host thread: true on gloo, which blocks it; on CUDA they
-would be those of launches, so there this refuses.
+would be those of launches.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -133,18 +134,23 @@ class Instruments:
         return stage
 
     def _timed(self, node: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
         @functools.wraps(original)
         def collective(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside:
                 return original(*args, **kwargs)
-            call = _Call(node, args, kwargs)
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            call = _Call(node, bound.arguments)
             phase, group = self._phase, self._group
             kind = "InNode" if node == "AllGather" and self._in_node else node
             start = time.perf_counter()
             self._is_inside = True
             try:
-                if node == "ReduceScatter" and self._reduce_scatter is not None and call.is_one_tensor:
-                    self._reduce_scatter(call.output, call.input, call.op, call.group)
+                replaced = self._reduce_scatter if node == "ReduceScatter" else None
+                if replaced is not None and isinstance(call.input, Tensor) and isinstance(call.output, Tensor):
+                    replaced(call.output, call.input, call.op, call.group)
                     work = _Done() if call.is_async else None
                 else:
                     work = original(*args, **kwargs)
@@ -165,38 +171,21 @@ class Instruments:
 class _Call:
     """The arguments of a collective, by what they mean."""
 
-    def __init__(self, node: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.is_async = bool(kwargs.get("async_op", False))
-        rest = list(args)
-        if node == "AllReduce":
-            self.input = kwargs.get("tensor", rest[0] if rest else None)
-            self.output = self.input
-        else:
-            self.output = kwargs.get("output_tensor", kwargs.get("output", rest[0] if rest else None))
-            self.input = kwargs.get("input_tensor", kwargs.get("input", rest[1] if len(rest) > 1 else None))
-            rest = rest[1:]
-        self.op = kwargs.get("op", dist.ReduceOp.SUM)
-        for value in rest[1:]:
-            if isinstance(value, dist.ProcessGroup):
-                kwargs = {**kwargs, "group": value}
-            elif isinstance(value, bool):
-                self.is_async = value
-            elif not isinstance(value, Tensor) and value is not None:
-                self.op = value
-        self.group: dist.ProcessGroup = kwargs.get("group") or dist.group.WORLD
-        num_peers = (self.group.size() - 1) * leaves_host(self.group)
-        if node == "ReduceScatter":
-            shard = self.output if isinstance(self.output, Tensor) else None
-        else:
-            shard = self.input if isinstance(self.input, Tensor) else None
-        self.payload_bytes = shard.numel() * shard.element_size() if shard is not None else 0
-        self.sent_bytes = num_peers * self.payload_bytes
+    def __init__(self, node: str, given: Mapping[str, Any]) -> None:
+        self.is_async = bool(given.get("async_op"))
+        self.op = given.get("op", dist.ReduceOp.SUM)
+        self.group = given.get("group") or dist.distributed_c10d._get_default_group()
+        self.output = _first_of(given, "output_tensor", "output", "tensor")
+        self.input = _first_of(given, "input_tensor", "input", "tensor")
+        shard = self.output if node == "ReduceScatter" else self.input
+        self.payload_bytes = shard.numel() * shard.element_size() if isinstance(shard, Tensor) else 0
+        self.sent_bytes = (self.group.size() - 1) * leaves_host(self.group) * self.payload_bytes
         if node == "AllReduce":  # a reduce-scatter and an all-gather, of 1 / W each
             self.sent_bytes = 2 * self.sent_bytes // self.group.size()
 
-    @property
-    def is_one_tensor(self) -> bool:
-        return isinstance(self.input, Tensor) and isinstance(self.output, Tensor)
+
+def _first_of(given: Mapping[str, Any], *names: str) -> Any:
+    return next((given[name] for name in names if given.get(name) is not None), None)
 
 
 def leaves_host(group: dist.ProcessGroup) -> bool:

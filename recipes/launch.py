@@ -54,7 +54,7 @@ def run_local_ranks(command: Sequence[str], num_ranks: int, defaults: Mapping[st
     `defaults` are environment variables for the ranks, unless the caller's environment has them.
     When a rank fails the others are stopped; Ctrl-C and SIGTERM are passed on. No rank outlives the call.
     """
-    port = _free_port()
+    port = free_port()
     ranks: list[subprocess.Popen[bytes]] = []
     with _sigterm_interrupts():
         try:
@@ -108,7 +108,8 @@ def _await_end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait(timeout=max(0.0, deadline - time.monotonic()))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

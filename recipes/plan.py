@@ -73,7 +73,7 @@ def run_plan(options: PlanOptions) -> int:
         between_nodes=_link("--between-nodes", options.between_nodes),
         in_node=_link("--in-node", options.in_node),
     )
-    costs, costs_note = _costs(options.costs, policy)
+    costs, costs_note = codec_costs(options.costs, policy)
     table, notes = (load_table(options.table), ()) if options.table else table_for_model(options.model)
     found = forecast(
         meta_model(options.model),
@@ -140,7 +140,8 @@ def _link(option: str, text: str) -> Link:
         raise CieraPolicyError(f"{option}: {error}") from None
 
 
-def _costs(name: str, policy: CieraPolicy) -> tuple[Mapping[str, CodecCost], str]:
+def codec_costs(name: str, policy: CieraPolicy) -> tuple[Mapping[str, CodecCost], str]:
+    """A machine's codec costs by name, this machine's, or those of a JSON file; and where they come from, in words."""
     if name in MACHINES:
         return MACHINES[
             name

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from fsdp_ciera.bench.command import add_bench
 from fsdp_ciera.bench.contenders import ABLATION, CONTENDERS, Kind, chosen, reshard_size
 from fsdp_ciera.bench.job import JobModel, JobOptions
 from fsdp_ciera.bench.netns import Cluster, NetnsError
-from fsdp_ciera.bench.rank import run_forked
+from fsdp_ciera.bench.rank import STOPPED, run_forked
 from fsdp_ciera.bench.report import verdicts
 from fsdp_ciera.bench.results import Results
 from fsdp_ciera.bench.ring import ring_reduce_scatter
@@ -136,7 +137,10 @@ def test_seconds_add_up_and_belong_to_their_parts(
     assert sum(event.seconds for event in trace.events) == pytest.approx(trace.iteration_seconds[0])
     gathers = [(event.phase, event.group) for event in trace.events if event.node == "AllGather"]
     root, *layers = range(3)
-    forward, backward = [("forward", group) for group in (root, *layers)], [("backward", group) for group in (root, 2, 1)]
+    forward, backward = (
+        [("forward", group) for group in (root, *layers)],
+        [("backward", group) for group in (root, 2, 1)],
+    )
     assert gathers == forward + backward
     reduced = [event.group for event in trace.events if event.node == "ReduceScatter"]
     assert sorted(group for group in reduced if group is not None) == [0, 1, 2]
@@ -165,9 +169,7 @@ def test_a_contender_that_fails_stays_alone(job: JobModel) -> None:
     options = RunOptions(hosts=2, rate=None, loopback=True, rounds=2, warmup_steps=0, timed_steps=1,
                          job=JobOptions(reduce_dtype="float16"))  # fmt: skip
     told: list[str] = []
-    results, _ = measure(
-        options, job, [CONTENDERS["zero3"], CONTENDERS["fsdp2"]], lambda text, *_: told.append(text)
-    )
+    results, _ = measure(options, job, [CONTENDERS["zero3"], CONTENDERS["fsdp2"]], lambda text, *_: told.append(text))
     failed, stock = results.of("zero3"), results.of("fsdp2")
     assert failed is not None and stock is not None
     assert failed.failure is not None and "reduce_dtype='float16' is not allowed" in failed.failure and not failed.steps
@@ -175,12 +177,22 @@ def test_a_contender_that_fails_stays_alone(job: JobModel) -> None:
 
 
 def test_a_turn_that_dies_is_told_apart_from_one_that_raises(tmp_path: Path) -> None:
-    run_forked(lambda: os._exit(7), tmp_path / "dead.json")
+    stop = tmp_path / "stop"
+    run_forked(lambda: os._exit(7), tmp_path / "dead.json", stop)
     assert "ended with status" in json.loads((tmp_path / "dead.json").read_text())["failure"]
-    run_forked(lambda: {"a": 1}, tmp_path / "fine.json")
+    run_forked(lambda: {"a": 1}, tmp_path / "fine.json", stop)
     assert json.loads((tmp_path / "fine.json").read_text()) == {"a": 1}
-    run_forked(lambda: {"a": 1 / 0}, tmp_path / "raised.json")
+    run_forked(lambda: {"a": 1 / 0}, tmp_path / "raised.json", stop)
     assert json.loads((tmp_path / "raised.json").read_text())["failure"] == "ZeroDivisionError: division by zero"
+    stop.touch()
+    run_forked(lambda: {"a": time.sleep(600)}, tmp_path / "stopped.json", stop)
+    assert json.loads((tmp_path / "stopped.json").read_text()) == {"failure": STOPPED}
+
+
+def test_a_turn_that_takes_too_long_is_stopped(job: JobModel) -> None:
+    options = RunOptions(hosts=2, rate=None, loopback=True, rounds=1, turn_seconds=0.1)
+    results, _ = measure(options, job, [CONTENDERS["fsdp2"]])
+    assert results.measured[0].failure == STOPPED
 
 
 def test_interfaces_count_what_is_counted(job: JobModel) -> None:

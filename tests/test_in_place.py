@@ -53,7 +53,7 @@ def outputs_are_reused(rank: int, world_size: int, policy: CieraPolicy, case: Ca
     train(model)
     assert [stream.state.held is None for stream in streams] == [output is None for output in held]
     for stream, output in zip(streams, held, strict=True):
-        assert output is None or stream.state.held is not None and stream.state.held.data_ptr() == output.data_ptr()
+        assert output is None or (stream.state.held is not None and stream.state.held.data_ptr() == output.data_ptr())
     found = any(output is not None for output in held), report.cache_bytes, report.held_output_bytes, gathered_bytes
     invalidate(model)
     assert all(stream.state.held is None for stream in streams_of(model))
@@ -98,7 +98,9 @@ def test_outputs_count_against_the_budget() -> None:
 MIX = CieraPolicy(codecs=("value_delta", "exponent_delta", "entropy"), cache_budget=None, **BY_BYTES)
 
 
-@pytest.mark.parametrize("policy", [VALUE_DELTA, MIX, replace(VALUE_DELTA, verify="every")], ids=["one", "mix", "verify"])
+@pytest.mark.parametrize(
+    "policy", [VALUE_DELTA, MIX, replace(VALUE_DELTA, verify="every")], ids=["one", "mix", "verify"]
+)
 def test_no_bit_differs(policy: CieraPolicy) -> None:
     run_ranks(compare_with_stock, 3, Case(operations=("train",) * 4), policy)
 

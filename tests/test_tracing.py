@@ -117,5 +117,5 @@ def test_a_trace_on_cuda_is_refused() -> None:
     from fsdp_ciera.recipes.tracer import Tracer
 
     tables = {"model": {"folder": "m"}, "data": {"files": ["t"]}, "metrics": {"trace_steps": 1}}
-    with pytest.raises(RecipeError, match="metrics.trace_steps: got 1, allowed: 0, unless"):
+    with pytest.raises(RecipeError, match=r"metrics\.trace_steps: got 1, allowed: 0, unless"):
         Tracer(torch.nn.Linear(1, 1), recipe_from_tables(tables), torch.device("cuda"), 0)

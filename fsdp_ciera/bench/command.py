@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from fsdp_ciera.arguments import count, not_negative, positive
 from fsdp_ciera.bench.gather_command import add_gather
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ def _add_e2e(benches: _Commands) -> None:
         "has no links to throttle. Exits with 1 if bits differ that must not.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--hosts", type=_count, default=4, help="hosts")
-    parser.add_argument("--ranks-per-host", type=_count, default=1, help="gloo ranks of each host")
+    parser.add_argument("--hosts", type=count, default=4, help="hosts")
+    parser.add_argument("--ranks-per-host", type=count, default=1, help="gloo ranks of each host")
     parser.add_argument("--rate", help="what each host may send, as tc writes it, or none (200mbit when not given)")
     parser.add_argument(
         "--loopback", action="store_true", help="plain processes instead of hosts, no root and no --rate"
@@ -43,17 +44,17 @@ def _add_e2e(benches: _Commands) -> None:
     parser.add_argument(
         "--contenders", nargs="+", metavar="KEY", help="who runs, by key (default: all; wrong keys list them)"
     )
-    parser.add_argument("--rounds", type=_count, default=2, help="turns of each contender")
-    parser.add_argument("--warmup-steps", type=_count, default=2, help="iterations of a turn before the timed ones")
-    parser.add_argument("--steps", type=_count, default=3, help="timed iterations of a turn")
-    parser.add_argument("--tokens", type=_count, default=8, help="tokens a rank and step")
-    parser.add_argument("--lr", type=float, default=1e-5, help="learning rate")
+    parser.add_argument("--rounds", type=count, default=2, help="turns of each contender")
+    parser.add_argument("--warmup-steps", type=count, default=2, help="iterations of a turn before the timed ones")
+    parser.add_argument("--steps", type=count, default=3, help="timed iterations of a turn")
+    parser.add_argument("--tokens", type=count, default=8, help="tokens a rank and step")
+    parser.add_argument("--lr", type=not_negative, default=1e-5, help="learning rate")
     parser.add_argument(
         "--reduce-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of gradients on the links"
     )
     parser.add_argument("--reduce-scatter", choices=("ring", "gloo"), default="ring",
                         help="gloo's own is an all-reduce and sends twice the bytes")  # fmt: skip
-    parser.add_argument("--turn-seconds", type=float, default=900.0, help="longest that a turn may take")
+    parser.add_argument("--turn-seconds", type=positive, default=900.0, help="longest that a turn may take")
     parser.add_argument("--out", metavar="FOLDER", default="runs/bench", help="where results go")
     parser.add_argument("--job", metavar="FOLDER", help="where the model is kept (default: <out>/job)")
     parser.set_defaults(run=_e2e)
@@ -102,10 +103,3 @@ def _compare(parsed: argparse.Namespace) -> int:
     from fsdp_ciera.bench.e2e import run_compare
 
     return run_compare([Path(path) for path in parsed.results], Path(parsed.plot) if parsed.plot else None)
-
-
-def _count(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return number

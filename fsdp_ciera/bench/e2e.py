@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ def run_e2e(options: E2EOptions) -> int:
             able.append(one)
         else:
             console.print(f"left out: {one.label}: {reason}", style="yellow", highlight=False)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, which accelerate imports, looks for one and warns
     console.print("preparing the model ...")
     model = prepare(options.job)
     console.print(f"{model.name}, {model.num_parameters / 1e6:.1f} M parameters", highlight=False)
@@ -73,7 +75,7 @@ def run_e2e(options: E2EOptions) -> int:
                 able,
                 lambda text, done, total: bar.update(task, description=text, completed=done, total=total),
             )
-    except (NetnsError, RankError, TimeoutError) as error:
+    except (NetnsError, RankError) as error:
         return _say(error, run)
     return report(results, traces, options.output, console)
 

@@ -114,7 +114,7 @@ class GatherOptions:
             repeats=tuple(map(self.repeats_of, self.sizes_bytes)),
             changed_percents=self.changed_percents,
             codecs=self.codecs,
-            drain_bytes=0 if rate is None else burst_bytes(rate),
+            drain_bytes=0 if rate is None else burst_bytes(bits_per_second(rate)),
         )
 
 
@@ -239,7 +239,7 @@ def _cell_seconds(options: GatherOptions, rate: str | None, size_bytes: int, cha
     link_seconds = 0.0
     if rate is not None:
         sent_bytes = size_bytes * (options.num_ranks - 1) / options.num_ranks
-        burst_seconds = 8 * 2 * burst_bytes(rate) / bits_per_second(rate)
+        burst_seconds = 8 * 2 * burst_bytes(bits_per_second(rate)) / bits_per_second(rate)
         link_seconds = 8 * sent_bytes * sum(shares) / bits_per_second(rate) + burst_seconds * len(shares)
     all_bytes = size_bytes * options.num_ranks / len(os.sched_getaffinity(0))
     core_seconds = all_bytes * (len(shares) / _PLAIN_BYTES_PER_SECOND + len(options.codecs) / _CODEC_BYTES_PER_SECOND)

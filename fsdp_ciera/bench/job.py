@@ -201,7 +201,8 @@ def _cut_vocabulary(model: Any, tokens: Tensor) -> Tensor:
     """Leaves the rows of the tied embedding that `tokens` use, up to a multiple of 64 -> `tokens` by their new numbers."""
     from transformers import GenerationConfig
 
-    used, renumbered = tokens.unique(return_inverse=True)
+    renumbered: Tensor
+    used, renumbered = torch.unique(tokens, return_inverse=True)
     unused = torch.ones(model.config.vocab_size, dtype=torch.bool)
     unused[used] = False
     kept = torch.cat([used, unused.nonzero().view(-1)[: -len(used) % 64]])

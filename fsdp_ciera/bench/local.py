@@ -15,12 +15,12 @@ import itertools
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fsdp_ciera.bench.ranks import Hosts, start_time
+from fsdp_ciera.recipes.launch import free_port
 
 ADDRESS = "127.0.0.1"
 INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
@@ -60,7 +60,7 @@ class LocalCluster(Hosts):
         return ()
 
     def _network(self) -> dict[str, str]:
-        port = str(_free_port())
+        port = str(free_port())
         return {
             "MASTER_ADDR": ADDRESS,
             "MASTER_PORT": port,
@@ -107,9 +107,3 @@ def _owner_of(process_folder: Path) -> str | None:
         if entry.startswith(prefix):
             return entry[len(prefix) :].decode(errors="replace")
     return None
-
-
-def _free_port() -> int:
-    with socket.create_server((ADDRESS, 0)) as server:
-        port: int = server.getsockname()[1]
-        return port

@@ -124,7 +124,7 @@ class Cluster(Hosts):
         if not 1 <= num_hosts <= MAX_HOSTS:
             raise ValueError(f"num_hosts={num_hosts} must be from 1 to {MAX_HOSTS}")
         super().__init__(num_hosts, rate)
-        self._burst_bytes = 0 if rate is None else burst_bytes(rate)
+        self._burst_bytes = 0 if rate is None else burst_bytes(bits_per_second(rate))
         self._switch = ""
         self._hosts: list[str] = []
 
@@ -188,9 +188,9 @@ def bits_per_second(rate: str) -> float:
     return float(match[1]) * _BITS[match[2]]
 
 
-def burst_bytes(rate: str) -> int:
+def burst_bytes(rate_bits_per_second: float) -> int:
     """What tbf lets a host send at once after a pause: two super-packets, or 4 ms at fast rates (its timer's slack)."""
-    return max(2 * 2**16, int(bits_per_second(rate) / 8 * 0.004))
+    return max(2 * 2**16, int(rate_bits_per_second / 8 * 0.004))
 
 
 def _congestion_control() -> str:

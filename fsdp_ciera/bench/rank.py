@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -40,6 +41,7 @@ from fsdp_ciera.tracing import RecordedStep, build_trace, groups_of
 
 TIMEOUT = timedelta(minutes=5)
 _POLL_SECONDS = 0.02
+STOPPED = "stopped: a peer had failed, or the turn took longer than --turn-seconds"
 
 
 def main() -> None:
@@ -56,14 +58,15 @@ def main() -> None:
             if (folder / "end").exists() or os.getppid() == 1:
                 return
             time.sleep(_POLL_SECONDS)
-        contender = CONTENDERS[json.loads(path.read_text())["contender"]]
-        run_forked(lambda turn=turn, c=contender: take_turn(c, model, tokens, setting, turn),
-                   folder / f"turn {turn} rank {rank}.json")  # fmt: skip
+        given = json.loads(path.read_text())
+        os.environ["MASTER_PORT"] = str(given["port"])
+        work = partial(take_turn, CONTENDERS[given["contender"]], model, tokens, setting)
+        run_forked(work, folder / f"turn {turn} rank {rank}.json", folder / f"turn {turn} stop")
         turn += 1
 
 
-def run_forked(work: Callable[[], dict[str, Any]], result: Path) -> None:
-    """`work` in a child process; its record, or {"failure": why}, in `result` when this returns."""
+def run_forked(work: Callable[[], dict[str, Any]], result: Path, stop: Path) -> None:
+    """`work` in a child process, which ends when `stop` is there; its record, or {"failure": why}, in `result` afterwards."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -80,16 +83,18 @@ def run_forked(work: Callable[[], dict[str, Any]], result: Path) -> None:
         finally:
             sys.stderr.flush()
             os._exit(code)  # no exit handlers: those of threads that only the parent has
-    _, status = os.waitpid(child, 0)
+    was_stopped = False
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if stop.exists() and not was_stopped:
+            os.kill(child, signal.SIGKILL)
+            was_stopped = True
+        time.sleep(_POLL_SECONDS)
     if not result.exists():
-        _write(result, {"failure": f"the rank's process ended with status {status}"})
+        _write(result, {"failure": STOPPED if was_stopped else f"the rank's process ended with status {ended[1]}"})
 
 
-def take_turn(
-    contender: Contender, model: nn.Module, tokens: Tensor, setting: dict[str, Any], turn: int
-) -> dict[str, Any]:
+def take_turn(contender: Contender, model: nn.Module, tokens: Tensor, setting: dict[str, Any]) -> dict[str, Any]:
     """Trains and measures: what the driver needs of this rank, as plain JSON."""
-    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1 + turn % 1000)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     options = JobOptions(**setting["options"])
     custom = ring_reduce_scatter if setting["reduce_scatter"] == "ring" else None

@@ -29,11 +29,14 @@ from fsdp_ciera.bench.contenders import Contender
 from fsdp_ciera.bench.job import JobModel, JobOptions
 from fsdp_ciera.bench.local import LocalCluster
 from fsdp_ciera.bench.netns import Cluster, bits_per_second
+from fsdp_ciera.bench.rank import STOPPED
 from fsdp_ciera.bench.ranks import Run
 from fsdp_ciera.bench.results import Measured, Results, Setting, Step
-from fsdp_ciera.recipes.launch import KEEP_MEMORY
+from fsdp_ciera.recipes.launch import KEEP_MEMORY, free_port
 
 _POLL_SECONDS = 0.05
+_GRACE_SECONDS = 20.0  # for the other ranks of a turn in which one has failed
+_FIRST_PORT = 30000  # in namespaces, where nobody else listens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +72,9 @@ class Turn:
     def failure(self) -> str | None:
         """What the first rank that failed says. One that lost a peer says so, which tells less than the peer's own words."""
         failures = [str(rank["failure"]) for rank in self.ranks if "failure" in rank]
-        own = [text for text in failures if "Connection closed by peer" not in text and "timed out" not in text.lower()]
-        return (own or failures or [None])[0]
+        told = ("Connection closed by peer", "timed out", STOPPED)
+        own = [text for text in failures if not any(one in text for one in told)]
+        return next(iter(own or failures), None)
 
 
 def measure(
@@ -93,35 +97,37 @@ def measure(
         run = cluster.start(argv, ranks_per_host=options.ranks_per_host, env=environment)
         plan = [(number, one) for number in range(options.rounds) for one in contenders]
         failed: set[str] = set()
-        for number, contender in plan:
-            tell(f"round {number + 1} of {options.rounds}: {contender.label}", len(turns), len(plan))
+        for done, (number, contender) in enumerate(plan):
             if contender.key in failed:  # it would fail again
-                turns.append(Turn(contender, number, ()))
                 continue
+            tell(f"round {number + 1} of {options.rounds}: {contender.label}", done, len(plan))
             turns.append(_take(folder, run, len(turns), contender, number, options))
             if turns[-1].failure is not None:
                 failed.add(contender.key)
         (folder / "end").touch()
         run.wait(60)
-    measured = tuple(_measured(one, [turn for turn in turns if turn.contender is one and turn.ranks], options)
+    measured = tuple(_measured(one, [turn for turn in turns if turn.contender is one], options)
                      for one in contenders)  # fmt: skip
-    traces = {turn.contender.key: turn.ranks[0]["trace"] for turn in turns if turn.ranks and turn.ranks[0].get("trace")}
+    traces = {turn.contender.key: turn.ranks[0]["trace"] for turn in turns if turn.ranks[0].get("trace")}
     return Results(setting=_setting(options, model), measured=measured), traces
 
 
 def _take(folder: Path, run: Run, number: int, contender: Contender, round_number: int, options: RunOptions) -> Turn:
+    """One turn. Ranks that wait for a failed one, or for too long, are stopped: the next turn does without them."""
     paths = [folder / f"turn {number} rank {rank}.json" for rank in range(options.hosts * options.ranks_per_host)]
+    port = free_port() if options.loopback else _FIRST_PORT + number % 1000
     unfinished = folder / "unfinished"
-    unfinished.write_text(json.dumps({"contender": contender.key}))
+    unfinished.write_text(json.dumps({"contender": contender.key, "port": port}))
     unfinished.rename(folder / f"turn {number}.json")
     deadline = time.monotonic() + options.turn_seconds
+    has_failed = False
     while not all(path.exists() for path in paths):
         run.raise_if_failed()
+        if not has_failed and any("failure" in json.loads(path.read_text()) for path in paths if path.exists()):
+            has_failed = True
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"{contender.label} had not ended its turn after {options.turn_seconds:g} s: give it more with "
-                "--turn-seconds, or fewer steps"
-            )
+            (folder / f"turn {number} stop").touch()
         time.sleep(_POLL_SECONDS)
     return Turn(contender, round_number, [json.loads(path.read_text()) for path in paths])
 

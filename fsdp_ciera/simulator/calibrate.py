@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_ciera.bench.netns import burst_bytes
 from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.fit import fit_robust
 from fsdp_ciera.simulator.network import Network, Place, Wire, hops, sent_bytes
@@ -111,7 +112,7 @@ class Calibration:
             | {kind: constants.wire(rate, slowdown) for kind, constants in between.items()},
             inside={"any": spare.wire(inf, slowdown)}
             | {kind: constants.wire(inf, slowdown) for kind, constants in self.inside.items()},
-            burst_bytes=0.0 if rate == inf else burst_bytes(rate),
+            burst_bytes=0.0 if rate == inf else burst_bytes(8 * rate),
             rate_bytes_per_second=rate,
             label="the stand's calibrated network",
         )
@@ -156,11 +157,6 @@ class Calibration:
                        **read)  # fmt: skip
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise SimulationError(f"this is no calibration: {error!r}") from None
-
-
-def burst_bytes(rate_bytes_per_second: float) -> float:
-    """What a host may send at once after a pause: the bucket that netns.py gives tbf."""
-    return max(2.0 * 2**16, rate_bytes_per_second * 0.004)
 
 
 def calibrate(runs: Sequence[Run]) -> Calibration:
@@ -261,7 +257,7 @@ def _constants(traces: Sequence[Trace], machine: Machine) -> tuple[dict[str, Con
             sent = sent_bytes(event.node, event.payload_bytes, ring)
             calls = max(1, event.num_collectives)
             is_throttled = rate < inf and not ring.is_inside
-            free = min(burst_bytes(rate), idle_seconds * rate) if is_throttled else 0.0
+            free = min(burst_bytes(8 * rate), idle_seconds * rate) if is_throttled else 0.0
             columns = (
                 float(calls),
                 float(calls * sum(hops(event.node, ring))),

@@ -6,6 +6,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from fsdp_ciera.arguments import count, not_negative, positive
+
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -31,33 +33,31 @@ def add_simulate(commands: _Commands) -> None:
     measured.add_argument("--unvalidated", action="store_true", help="project all the same, and stamp every output")
     measured.add_argument("--save-calibration", metavar="PATH", help="write the calibration there (JSON)")
     where = parser.add_argument_group("where it shall run")
-    where.add_argument("--gpus", nargs="+", type=_count, default=[8, 16, 64, 256, 1024, 4096, 16384], metavar="N",
+    where.add_argument("--gpus", nargs="+", type=count, default=[8, 16, 64, 256, 1024, 4096, 16384], metavar="N",
                        help="world sizes")  # fmt: skip
-    where.add_argument("--ranks-per-node", type=_count, default=8, help="GPUs of a node")
+    where.add_argument("--ranks-per-node", type=count, default=8, help="GPUs of a node")
     where.add_argument("--topology", choices=("flat", "hierarchical"), default="flat", help="of our gathers")
     where.add_argument("--between-nodes", metavar="SPEED", default="8GB/s 30us",
                        help="bus bandwidth and latency of an all-gather across nodes")  # fmt: skip
     where.add_argument("--in-node", metavar="SPEED", default="230GB/s 15us", help="the same inside a node")
     where.add_argument(
-        "--hop-us", type=_seconds, default=9.6, help="microseconds of a hop between nodes (NCCL's own model)"
+        "--hop-us", type=not_negative, default=9.6, help="microseconds of a hop between nodes (NCCL's own model)"
     )
-    where.add_argument("--in-node-hop-us", type=_seconds, default=3.4, help="the same inside a node")
+    where.add_argument("--in-node-hop-us", type=not_negative, default=3.4, help="the same inside a node")
     where.add_argument("--rate", metavar="RATE", help="instead of links: the calibrated stand at this rate, such as 200mbit, "
                        "or `none` for no limit; its ranks go on sharing its cores")  # fmt: skip
     where.add_argument("--schedule", choices=("auto", "serial", "overlapped"), default="auto",
                        help="auto: serial with --rate, overlapped with links")  # fmt: skip
     work = parser.add_argument_group("what is not recorded")
-    work.add_argument(
-        "--speedup", type=_positive, default=1.0, help="of compute and codecs over the recorded machine's"
-    )
-    work.add_argument("--compute-seconds", type=_positive, help="with --model: of a layer's forward")
-    work.add_argument("--flops", type=_positive, default=125e12, help="with --model: FLOP/s that a GPU really reaches")
-    work.add_argument("--tokens", type=_count, default=4096, help="with --model: tokens a GPU and step")
-    work.add_argument("--backward-factor", type=_positive, default=2.0, help="with --model: backward over forward")
+    work.add_argument("--speedup", type=positive, default=1.0, help="of compute and codecs over the recorded machine's")
+    work.add_argument("--compute-seconds", type=positive, help="with --model: of a layer's forward")
+    work.add_argument("--flops", type=positive, default=125e12, help="with --model: FLOP/s that a GPU really reaches")
+    work.add_argument("--tokens", type=count, default=4096, help="with --model: tokens a GPU and step")
+    work.add_argument("--backward-factor", type=positive, default=2.0, help="with --model: backward over forward")
     work.add_argument(
         "--reduce-dtype", choices=("float32", "bfloat16"), default="float32", help="with --model: of gradients"
     )
-    work.add_argument("--lr", type=_positive, default=1e-5, help="learning rate, for change rates")
+    work.add_argument("--lr", type=positive, default=1e-5, help="learning rate, for change rates")
     work.add_argument("--table", help="change rates: a shipped table or the path of one; the model's own by default")
     work.add_argument(
         "--costs", default="a100", help="codec costs of derived contenders: a100, this-machine, or a JSON file"
@@ -69,7 +69,7 @@ def add_simulate(commands: _Commands) -> None:
     out.add_argument("--plot", metavar="PATH", help="draw timelines there (PNG): stock FSDP2 above ours")
     out.add_argument("--plot-contender", metavar="KEY", default="default", help="whose timeline is drawn below")
     out.add_argument(
-        "--plot-gpus", type=_count, metavar="N", help="at which world size; the smallest with several nodes"
+        "--plot-gpus", type=count, metavar="N", help="at which world size; the smallest with several nodes"
     )
     out.add_argument("--plot-projection", metavar="PATH", help="draw iterations over the number of GPUs there (PNG)")
     parser.set_defaults(run=_simulate)
@@ -123,29 +123,3 @@ def _simulate(parsed: argparse.Namespace) -> int:
     except SimulationError as error:
         print(f"ciera: {error}", file=sys.stderr)
         return 2
-
-
-def _count(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return number
-
-
-def _positive(text: str) -> float:
-    number = _seconds(text)
-    if number <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
-    return number
-
-
-def _seconds(text: str) -> float:
-    from math import isfinite
-
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not (isfinite(number) and number >= 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return number

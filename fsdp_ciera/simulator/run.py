@@ -12,8 +12,7 @@ from rich.console import Console
 from fsdp_ciera.policies.links import Link, parse_link
 from fsdp_ciera.policies.tables import load_table, table_for_model
 from fsdp_ciera.policy import CieraPolicy
-from fsdp_ciera.recipes.plan import _costs as codec_costs
-from fsdp_ciera.recipes.plan import meta_model
+from fsdp_ciera.recipes.plan import codec_costs, meta_model
 from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.figures import Panel, draw_projection, draw_timeline
 from fsdp_ciera.simulator.modelled import ComputeCosts, ModelParameters

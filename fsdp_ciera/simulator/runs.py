@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
+from fsdp_ciera.bench.netns import bits_per_second
 from fsdp_ciera.bench.results import Results
 from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.network import Place
 from fsdp_ciera.trace import Trace
 
-_BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,17 +110,17 @@ def _scatter(seconds: Sequence[float]) -> float:
 
 def parse_rate(text: str) -> float:
     """`"200mbit"` -> 2e8. Raises `SimulationError`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|m|g)?bit(?:/s)?", text.strip().lower())
-    if match is None or float(match[1]) <= 0:
-        raise SimulationError(f'rate {text!r} must be a number and one of {", ".join(_BITS)}, for example "200mbit"')
-    return float(match[1]) * _BITS[f"{match[2] or ''}bit"]
+    try:
+        return bits_per_second(text)
+    except ValueError as error:
+        raise SimulationError(str(error)) from None
 
 
-def rate_text(bits_per_second: float | None) -> str:
+def rate_text(rate: float | None) -> str:
     """`2e8` -> `"200mbit"`."""
-    if bits_per_second is None:
+    if rate is None:
         return "no limit"
     for unit in ("gbit", "mbit", "kbit"):
-        if bits_per_second >= _BITS[unit]:
-            return f"{bits_per_second / _BITS[unit]:g}{unit}"
-    return f"{bits_per_second:g}bit"
+        if rate >= _BITS[unit]:
+            return f"{rate / _BITS[unit]:g}{unit}"
+    return f"{rate:g}bit"
