@@ -20,6 +20,12 @@ from fsdp_ciera.policy import CieraPolicy
 from fsdp_ciera.shapes import GroupShape
 from fsdp_ciera.topology import cut_of, node_groups_of
 
+COST_IN_A_STEP = 3.0
+"""[Note: Codecs cost more in a step] How much longer a measured codec makes an iteration than it takes by itself. There its caches
+are cold, its rank shares cores and memory with others, and every gather waits for the rank that codes last: on links without a
+limit 0.17 s of codecs came with 0.16 s of waiting, and policies that believed in the former alone were slower than stock FSDP2.
+Test: test_planner.py, a codec must pay three times over."""
+
 if TYPE_CHECKING:
     from fsdp_ciera.collective import CieraAllGather
 
@@ -95,4 +101,7 @@ def _codec_costs(policy: CieraPolicy, shapes: Sequence[GroupShape]) -> dict[str,
     if policy.codec_costs is not None:
         return {codec: policy.codec_costs[codec] for codec in codecs}
     gathered = {dtype: sum(shape.shard_bytes for shape in shapes if shape.dtype == dtype) for dtype in FORMATS}
-    return measure_costs(codecs, max(gathered, key=lambda dtype: gathered[dtype]), policy.block_size)
+    costs = measure_costs(codecs, max(gathered, key=lambda dtype: gathered[dtype]), policy.block_size)
+    if policy.selection == "greedy":  # as published
+        return costs
+    return {codec: cost.scaled(COST_IN_A_STEP) for codec, cost in costs.items()}

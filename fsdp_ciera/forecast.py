@@ -170,7 +170,7 @@ def forecast(
         slow_bytes=(plan.wire_bytes - plan.in_node_bytes) / (cluster.ring_share if topology == "flat" else 1),
         reduce_bytes=_reduce_bytes(shapes, cluster, reduce_dtype.itemsize),
         gather_seconds=seconds,
-        extra_memory_bytes=plan.cache_bytes,
+        extra_memory_bytes=plan.cache_bytes + plan.held_output_bytes(shapes),
         is_lossless=True,
         source=f"{topology} gathers",
     )

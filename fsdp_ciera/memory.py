@@ -7,7 +7,7 @@ fsdp_ciera.plan and fsdp_ciera.layout, which decide it for live gathers too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 from rich.table import Table
@@ -48,6 +48,8 @@ class MemoryEstimate:
     """The caches by codec, with 0 for codecs that are used and cache nothing; they add up to `cache_bytes`."""
     shard_bytes_by_codec: dict[str, int] = field(default_factory=dict)
     """Bytes of local shards, as gathered, that travel by each codec: how much of the model a budget leaves raw."""
+    held_output_bytes: int = 0
+    """Outputs that are kept for codecs that decode in place, less what counts as cache: what `stats(model)` calls so."""
     buffer_bytes: int = 0
     """Most that one gather holds besides caches and output: the payloads of all ranks that exchange them, as if none
     of them were smaller than raw, the own one where it was made, and what a hierarchical gather holds in addition. Gone
@@ -71,17 +73,21 @@ class MemoryEstimate:
         for codec, num_bytes in self.by_codec.items():
             table.add_row(f"codec: {codec}", _mib(self.shard_bytes_by_codec[codec]), _mib(num_bytes))
         table.add_section()
-        table.add_row("all", _mib(sum(self.shard_bytes_by_codec.values())), _mib(self.cache_bytes))
+        table.add_row("outputs that are held", "", _mib(self.held_output_bytes))
+        table.add_row(
+            "all", _mib(sum(self.shard_bytes_by_codec.values())), _mib(self.cache_bytes + self.held_output_bytes)
+        )
         table.add_row("buffers while the largest group is gathered", "", _mib(self.buffer_bytes))
         return table
 
     def __str__(self) -> str:
         if self.world_size == 1:
             return "fsdp_ciera: no memory, since nothing is gathered (world_size is 1)"
+        held = f"{_mib(self.held_output_bytes)} MiB of outputs that are held, " if self.held_output_bytes else ""
         codecs = ", ".join(f"{codec} {_mib(num_bytes)}" for codec, num_bytes in self.by_codec.items())
         return (
-            f"fsdp_ciera: {_mib(self.cache_bytes)} MiB of caches on each of {self.world_size} ranks ({codecs}), and at "
-            f"most {_mib(self.buffer_bytes)} MiB while a group is gathered"
+            f"fsdp_ciera: {_mib(self.cache_bytes)} MiB of caches on each of {self.world_size} ranks ({codecs}), "
+            f"{held}and at most {_mib(self.buffer_bytes)} MiB while a group is gathered"
         )
 
 
@@ -126,12 +132,13 @@ def estimate_memory(
     else:
         cast_dtype = None if mp_policy is None else mp_policy.param_dtype
         shapes_of_roots = [future_shapes(model, policy, world_size, cast_dtype, reshard_after_forward, units)]
-    plans = [
-        (shape, codecs)
-        for shapes in shapes_of_roots  # every FSDP root has the whole budget
-        for shape, codecs in zip(shapes, plan_without_measuring(shapes, policy).codecs, strict=True)
-    ]
-    return _estimate(plans, policy, world_size)
+    plans: list[tuple[GroupShape, Sequence[str]]] = []
+    held_output_bytes = 0
+    for shapes in shapes_of_roots:  # every FSDP root has the whole budget
+        plan = plan_without_measuring(shapes, policy)
+        plans += zip(shapes, plan.codecs, strict=True)
+        held_output_bytes += plan.held_output_bytes(shapes)
+    return replace(_estimate(plans, policy, world_size), held_output_bytes=held_output_bytes)
 
 
 def plan_without_measuring(shapes: Sequence[GroupShape], policy: CieraPolicy) -> Plan:
@@ -164,7 +171,13 @@ def _estimate(
             for codec, size in zip(codecs, shape.sizes, strict=True):
                 shard_bytes[codec] = shard_bytes.get(codec, 0) + size * shape.dtype.itemsize
     return MemoryEstimate(
-        world_size, sum(by_codec.values()), by_category, by_codec, shard_bytes, buffer_bytes, gathered_bytes
+        world_size=world_size,
+        cache_bytes=sum(by_codec.values()),
+        by_category=by_category,
+        by_codec=by_codec,
+        shard_bytes_by_codec=shard_bytes,
+        buffer_bytes=buffer_bytes,
+        gathered_bytes=gathered_bytes,
     )
 
 

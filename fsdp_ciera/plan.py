@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from fsdp_ciera.policies.categories import Category
 from fsdp_ciera.policies.costs import CodecCost
 from fsdp_ciera.policies.links import Link
 from fsdp_ciera.policies.tables import Table
+
+if TYPE_CHECKING:
+    from fsdp_ciera.shapes import GroupShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,15 @@ class Plan:
     def cache_bytes(self) -> int:
         """Caches, as the budget counts them: never less than those that are held."""
         return sum(row.cache_bytes for row in self.rows)
+
+    def held_output_bytes(self, shapes: Sequence[GroupShape]) -> int:
+        """What the outputs of these groups, which it plans, take between gathers: see `GroupShape.held_output_bytes`."""
+        held = sum(shape.held_output_bytes(codecs) for shape, codecs in zip(shapes, self.codecs, strict=True))
+        return held if self.has_room_for(held) else 0
+
+    def has_room_for(self, num_bytes: int) -> bool:
+        """Whether the budget holds so many bytes besides the caches."""
+        return self.budget_bytes is None or self.cache_bytes + num_bytes <= self.budget_bytes
 
     @property
     def gain_seconds(self) -> float:

@@ -26,7 +26,6 @@ from fsdp_ciera._compat import (
     sibling_groups,
 )
 from fsdp_ciera.choose import make_plan
-from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.conditions import agree_on_conditions, left_of
 from fsdp_ciera.errors import CieraPolicyError
 from fsdp_ciera.handshake import check_same
@@ -102,34 +101,19 @@ class Cohort:
             shape.cost_bytes(codec, size, self.policy.block_size)
             for codec, size in zip(comm.planned_codecs, shape.sizes, strict=True)
         )
-        return caches + (self._output_bytes(comm) if self._has_room_for_outputs else 0)
+        return caches + (shape.held_output_bytes(comm.planned_codecs) if self._has_room_for_outputs else 0)
 
     def decodes_in_place(self, comm: CieraAllGather) -> bool:
-        """Whether a group's output is held between gathers. See [Note: The output is the cache].
-
-        FSDP2 asks for an output by its size alone, and a group that is gathered over several process groups
-        (`reshard_after_forward=<int>`) has outputs of one size for all: those are not told apart, so none is held.
-        """
-        spans = self._shapes[id(comm)].spans
-        return len(spans) == 1 and spans[0].cut.is_flat and self._has_room_for_outputs
+        """Whether a group's output is held between gathers. See [Note: The output is the cache]."""
+        return self._held_output_bytes(comm) > 0 and self._has_room_for_outputs
 
     @property
     def _has_room_for_outputs(self) -> bool:
         assert self.plan is not None
-        if self.plan.budget_bytes is None:
-            return True
-        return self.plan.cache_bytes + sum(map(self._output_bytes, self.comms)) <= self.plan.budget_bytes
+        return self.plan.has_room_for(sum(map(self._held_output_bytes, self.comms)))
 
-    def _output_bytes(self, comm: CieraAllGather) -> int:
-        """What a held output of a group takes beyond the caches of its plan: own slots, and runs of other codecs."""
-        codecs, shape = comm.planned_codecs, self._shapes[id(comm)]
-        if codecs is None or len(shape.spans) != 1 or not any(CODECS[codec].can_decode_in_place for codec in codecs):
-            return 0
-        num_values = sum(
-            size if CODECS[codec].can_decode_in_place else size * shape.world_size
-            for codec, size in zip(codecs, shape.sizes, strict=True)
-        )
-        return num_values * shape.dtype.itemsize
+    def _held_output_bytes(self, comm: CieraAllGather) -> int:
+        return self._shapes[id(comm)].held_output_bytes(comm.planned_codecs or ())
 
     def note_gather(
         self, comm: CieraAllGather, group: dist.ProcessGroup, step: int, is_forward: bool, local: torch.Tensor

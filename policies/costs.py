@@ -45,6 +45,15 @@ class CodecCost:
         encode = 0.0 if overlap else self.hash.seconds(num_values, change) + self.cmp.seconds(num_values, change)
         return encode + self.decmp.seconds(num_peers * num_values, change, num_peers)
 
+    def scaled(self, factor: float) -> CodecCost:
+        """All seconds times `factor`."""
+        return CodecCost(
+            **{
+                stage: StageCost(**{part: factor * seconds for part, seconds in cost.items()})
+                for stage, cost in asdict(self).items()
+            }
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)
