@@ -82,7 +82,8 @@ class CieraPolicy:
     """The links that payloads take: a `Link`, or a text such as `"8GB/s"` or `"25MB/s 2ms"`. `None`: measured."""
 
     codec_costs: Mapping[str, CodecCost] | None = field(default=None, hash=False)
-    """Seconds that codecs take, by name. `None`: measured on every rank; the slowest counts."""
+    """Seconds that codecs take, by name. `None`: measured on every rank; the slowest counts, twice over (in a step it
+    costs more than by itself); with `"greedy"` once."""
 
     selection: Literal["knapsack", "greedy"] = "knapsack"
     """`"knapsack"`: the most gain that fits the budget. `"greedy"`: as published, by gain per byte of cache."""

@@ -426,6 +426,21 @@ def entropy_bits(num_bytes: float) -> Payload:
     return Payload(row.wire_bytes, row.raw_bytes)
 
 
+def test_a_codec_must_pay_twice_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured alone counts twice, but not in the published system, and not what the policy says."""
+    cost = CodecCost(hash=StageCost(fixed=1.0), decmp=StageCost(per_value=2.0, per_changed=3.0))
+    monkeypatch.setattr(conditions, "measure_costs", lambda codecs, *_: dict.fromkeys(codecs, cost))
+    policy = CieraPolicy(codecs=("entropy", "raw"))
+    shape = GroupShape(("w",), (1_000,), torch.bfloat16, 2, spans_of([([0, 1], 2)], policy))
+    twofold = CodecCost(hash=StageCost(fixed=2.0), decmp=StageCost(per_value=4.0, per_changed=6.0))
+    for given, expected in (
+        (policy, twofold),
+        (replace(policy, selection="greedy"), cost),
+        (replace(policy, codec_costs={"entropy": cost}), cost),
+    ):
+        assert conditions._codec_costs(given, [shape]) == {"entropy": expected}
+
+
 def test_a_codec_without_memory_sends_as_much_in_repeats() -> None:
     assert entropy_bits(1_300_000) == (6 * 1_300_000, 6 * 2_000_000)
 
