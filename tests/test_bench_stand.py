@@ -29,7 +29,7 @@ from fsdp_ciera.cli import main
 from fsdp_ciera.trace import Trace
 from ranks import run_ranks
 
-LOSSLESS = ["fsdp2", "fsdp2-keep", "zstd", "entropy", "exponent_block", "value_delta", "paper", "default-settled"]
+LOSSLESS = ["fsdp2", "fsdp2-keep", "zstd", "value_delta", "default-settled"]
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_seconds_add_up_and_belong_to_their_parts(
                      step.other_collective_seconds, step.codec_seconds)  # fmt: skip
             assert all(seconds >= 0 for seconds in parts), (one.contender, parts)
             assert sum(parts) <= step.seconds * (1 + 1e-9)
-            has_codec = one.contender not in ("fsdp2", "fsdp2-keep", "paper", "default-settled")
+            has_codec = one.contender not in ("fsdp2", "fsdp2-keep", "default-settled")
             assert (step.codec_seconds > 0) or not has_codec, one.contender
     trace = Trace.from_json(json.dumps(traces["fsdp2"]))
     assert sum(event.seconds for event in trace.events) == pytest.approx(trace.iteration_seconds[0])
