@@ -12,7 +12,6 @@ from fsdp_ciera._compat import (
     FSDPModule,
     FSDPParamGroup,
     gather_dtype,
-    gather_input,
     param_groups,
     param_names_and_sizes,
 )
@@ -36,13 +35,11 @@ def groups_of(model: nn.Module) -> list[FSDPParamGroup]:
 
 
 def describe_groups(groups: Sequence[FSDPParamGroup]) -> tuple[Group, ...]:
-    """Names, and what each rank gathers; after a first forward, while parameters are sharded."""
+    """Names, and what each rank gathers; after a first forward."""
     described = []
     for group in groups:
-        found = gather_input(group)
-        values = 0 if found is None else found[1].numel()
-        name, _, _ = param_names_and_sizes(group, gather_dtype(group))
-        described.append(Group(name=name or "(root)", values_per_rank=values))
+        name, _, sizes = param_names_and_sizes(group, gather_dtype(group))
+        described.append(Group(name=name or "(root)", values_per_rank=sum(sizes)))
     return tuple(described)
 
 
@@ -81,7 +78,7 @@ def _events(step: RecordedStep, index: dict[int, int]) -> list[Event]:
 
     def compute(until: float) -> None:
         """Adds what lies between here and there, cut where phases change."""
-        nonlocal position, gathered
+        nonlocal position
         while position < until:
             while len(phases) > 1 and phases[1][1] <= position:
                 phases.pop(0)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import shlex
 import sys
@@ -27,6 +26,7 @@ from fsdp_ciera.bench.gather_cells import Cell
 from fsdp_ciera.bench.gather_rank import ONE_UNIT_SHARE, Job
 from fsdp_ciera.bench.gather_report import size_text, speed_text, write_report
 from fsdp_ciera.bench.local import LocalCluster
+from fsdp_ciera.bench.machine import num_cores
 from fsdp_ciera.bench.netns import MAX_HOSTS, Cluster, NetnsError, bits_per_second, burst_bytes
 from fsdp_ciera.bench.ranks import Hosts, RankError, Run
 from fsdp_ciera.codecs import CODECS
@@ -219,7 +219,7 @@ def setting_of(options: GatherOptions) -> dict[str, Any]:
         "ranks_per_host": options.ranks_per_host,
         "mode": "loopback" if options.loopback else "namespaces",
         "machine": f"{platform.system()} {platform.machine()}",
-        "num_cores": len(os.sched_getaffinity(0)),
+        "num_cores": num_cores(),
         "torch_version": torch.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["ciera", *sys.argv[1:]]),
@@ -241,7 +241,7 @@ def _cell_seconds(options: GatherOptions, rate: str | None, size_bytes: int, cha
         sent_bytes = size_bytes * (options.num_ranks - 1) / options.num_ranks
         burst_seconds = 8 * 2 * burst_bytes(bits_per_second(rate)) / bits_per_second(rate)
         link_seconds = 8 * sent_bytes * sum(shares) / bits_per_second(rate) + burst_seconds * len(shares)
-    all_bytes = size_bytes * options.num_ranks / len(os.sched_getaffinity(0))
+    all_bytes = size_bytes * options.num_ranks / num_cores()
     core_seconds = all_bytes * (len(shares) / _PLAIN_BYTES_PER_SECOND + len(options.codecs) / _CODEC_BYTES_PER_SECOND)
     return rounds * (link_seconds + core_seconds + 0.01 * len(shares))
 

@@ -8,7 +8,6 @@ are there already, and peak memory, threads and process group are the turn's own
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import resource
@@ -16,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -32,11 +32,12 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
 import fsdp_ciera
 from fsdp_ciera.bench.contenders import CONTENDERS, Contender, reshard_size
-from fsdp_ciera.bench.job import Job, JobOptions, load, local_of
+from fsdp_ciera.bench.job import Job, JobOptions, load
 from fsdp_ciera.bench.peers import Int8AllGather, PeerAllGather, StatelessAllGather, use
 from fsdp_ciera.bench.ring import ring_reduce_scatter
-from fsdp_ciera.instruments import Instruments, leaves_host
+from fsdp_ciera.instruments import CODEC_STAGES, Instruments, leaves_host
 from fsdp_ciera.recipes.shard import decoder_layers
+from fsdp_ciera.recipes.train import parameters_digest
 from fsdp_ciera.tracing import RecordedStep, build_trace, groups_of
 
 TIMEOUT = timedelta(minutes=5)
@@ -149,16 +150,16 @@ _PARTS = {
     "gather": ("AllGather", "InNode"),
     "reduce_scatter": ("ReduceScatter",),
     "other": ("AllReduce",),
-    "codec": ("Hash", "Cmp", "PreDecmp", "Decmp"),
+    "codec": CODEC_STAGES,
 }
 
 
-class Subject:
+class Subject(ABC):
     """A contender at work."""
 
+    @abstractmethod
     def step(self, step: int) -> float:
         """One optimizer step -> its loss."""
-        raise NotImplementedError
 
     def gathered_bytes(self) -> float | None:
         """What has left this rank's host for parameters so far, by the contender's own count; `None`: it keeps none."""
@@ -170,6 +171,7 @@ class Subject:
 
     def keep(self, step: RecordedStep) -> None:
         """A timed step was recorded."""
+        return None
 
     def facts(self) -> dict[str, Any]:
         """What is known at the end."""
@@ -218,11 +220,7 @@ class FSDP2Subject(Subject):
         self._steps.append(step)
 
     def facts(self) -> dict[str, Any]:
-        digest = hashlib.sha256()
-        for name, parameter in sorted(self.model.named_parameters()):
-            digest.update(name.encode())
-            digest.update(local_of(parameter).detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        facts = {**super().facts(), "digest": digest.hexdigest(), "cache_bytes": 0, "notes": []}
+        facts = {**super().facts(), "digest": parameters_digest(self.model), "cache_bytes": 0, "notes": []}
         if self.is_ours:
             counts = fsdp_ciera.stats(self.model)
             facts |= {"cache_bytes": counts.cache_bytes, "notes": list(counts.notes)}

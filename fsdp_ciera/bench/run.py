@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import platform
 import shlex
 import sys
 import tempfile
@@ -28,6 +26,7 @@ import torch
 from fsdp_ciera.bench.contenders import Contender
 from fsdp_ciera.bench.job import JobModel, JobOptions
 from fsdp_ciera.bench.local import LocalCluster
+from fsdp_ciera.bench.machine import machine_name, num_cores
 from fsdp_ciera.bench.netns import Cluster, bits_per_second
 from fsdp_ciera.bench.rank import STOPPED
 from fsdp_ciera.bench.ranks import Run
@@ -222,19 +221,3 @@ def _setting(options: RunOptions, model: JobModel) -> Setting:
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=shlex.join(["ciera", *sys.argv[1:]]),
     )
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def machine_name() -> str:
-    """The processor by its own name, or what the platform says."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
