@@ -29,12 +29,8 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy cannot follow setuptools' package-dir, so it reads the package laid out as it is installed.
 typecheck: $(STAMP)
-	rm -rf build/typecheck && mkdir -p build/typecheck
-	cp -r fsdp_ciera build/typecheck/fsdp_ciera
-	cp -r kernels policies recipes build/typecheck/fsdp_ciera/
-	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml fsdp_ciera
+	$(BIN)/mypy fsdp_ciera
 
 # The CUDA kernels that ship: PTX for compute_80 and newer. PTX is always the same from one nvcc (13.0 wrote the committed
 # file). Its version is set back to 8.0, which drivers since CUDA 12.0 load: nvcc writes its own, and the kernels need nothing

@@ -12,7 +12,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, LinkError
 
-NATIVE = Path("kernels/native")
+NATIVE = Path("fsdp_ciera/kernels/native")
 HEADERS = sorted(str(path) for pattern in ("*.cuh", "*.hpp") for path in NATIVE.glob(pattern))
 SOURCES = sorted(str(path) for path in NATIVE.glob("*.cpp"))
 
