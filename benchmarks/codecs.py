@@ -32,8 +32,8 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from rich.table import Table
 
 from fsdp_ciera.codecs import CODECS
-from fsdp_ciera.layout import build_layout
-from fsdp_ciera.lockstep import LockstepState
+from fsdp_ciera.gather.layout import build_layout
+from fsdp_ciera.gather.lockstep import LockstepState
 from fsdp_ciera.recipes.demo_model import load_smollm2, smollm2_folder
 
 BLOCK_SIZE = 512

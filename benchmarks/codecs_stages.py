@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from fsdp_ciera.entropy import SectionWriter, StoredSection, SymbolReader, entropy_bits
+from fsdp_ciera.codecs.sections import SectionWriter, StoredSection, SymbolReader, entropy_bits
 from fsdp_ciera.kernels import reference
 from fsdp_ciera.kernels.changes import Form
 from fsdp_ciera.kernels.dispatch import kernels_of

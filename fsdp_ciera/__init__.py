@@ -10,7 +10,7 @@
 For a model that is already under FSDP2: `attach(model, policy)`.
 """
 
-from fsdp_ciera.attach import AttachReport, attach, detach, fully_shard, invalidate, settle_sizes, stats
+from fsdp_ciera.api import AttachReport, attach, detach, fully_shard, invalidate, settle_sizes, stats
 from fsdp_ciera.errors import (
     CieraConflictError,
     CieraDecodeError,
@@ -22,13 +22,13 @@ from fsdp_ciera.errors import (
     RecipeError,
     UnsupportedTorchError,
 )
-from fsdp_ciera.memory import MemoryEstimate, estimate_memory
-from fsdp_ciera.plan import Plan, PlanRow
+from fsdp_ciera.planning.estimate import MemoryEstimate, estimate_memory
+from fsdp_ciera.planning.plan import Plan, PlanRow
 from fsdp_ciera.policies.costs import CodecCost, StageCost
 from fsdp_ciera.policies.links import Link
-from fsdp_ciera.policies.profile import Profile
 from fsdp_ciera.policy import CieraPolicy
-from fsdp_ciera.profiler import Profiler
+from fsdp_ciera.profiling.profile import Profile
+from fsdp_ciera.profiling.profiler import Profiler
 from fsdp_ciera.statistics import Bytes, CieraStats
 from fsdp_ciera.version import __version__
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from fsdp_ciera.cli import main
+from fsdp_ciera.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

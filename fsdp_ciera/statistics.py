@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from fsdp_ciera.plan import Plan
+from fsdp_ciera.planning.plan import Plan
 
 OVERHEAD = "overhead"
 """The entry of every breakdown that holds headers, padding to the largest payload, and checks by `verify=`."""

@@ -1,6 +1,6 @@
 """`ciera plan`: what would it bring me? A model by name or folder, a cluster in numbers, and no GPU.
 
-model on "meta"  +  cluster, codec costs, change rates  ->  fsdp_ciera.forecast  ->  tables, picture, JSON
+model on "meta"  +  cluster, codec costs, change rates  ->  fsdp_ciera.planning.forecast  ->  tables, picture, JSON
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rich.table import Table as RichTable
 from torch import nn
 
 from fsdp_ciera.errors import CieraPolicyError
-from fsdp_ciera.forecast import Cluster, Contender, Forecast, forecast
-from fsdp_ciera.measure import measure_costs
+from fsdp_ciera.planning.forecast import Cluster, Contender, Forecast, forecast
+from fsdp_ciera.planning.measure import measure_costs
 from fsdp_ciera.policies.costs import CodecCost
 from fsdp_ciera.policies.links import Link, parse_link
 from fsdp_ciera.policies.machines import MACHINES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fsdp_ciera.forecast import Forecast
+from fsdp_ciera.planning.forecast import Forecast
 from fsdp_ciera.recipes.figures import CIERA_COLOR, STOCK_COLOR
 
 

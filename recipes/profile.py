@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fsdp_ciera.errors import RecipeError
-from fsdp_ciera.policies.profile import ALL, DERIVED_INTERVALS, Profile
 from fsdp_ciera.policies.rates import Rates
+from fsdp_ciera.profiling.profile import ALL, DERIVED_INTERVALS, Profile
 from fsdp_ciera.recipes.config import Recipe, load_recipe
 from fsdp_ciera.recipes.launch import KEEP_MEMORY, run_local_ranks
 from fsdp_ciera.recipes.profile_figures import draw_profile
@@ -85,7 +85,7 @@ class _Watch:
     """The trainer's observer."""
 
     def __init__(self, model: nn.Module, options: ProfileOptions) -> None:
-        from fsdp_ciera.profiler import Profiler
+        from fsdp_ciera.profiling.profiler import Profiler
 
         self._profiler = Profiler(model, interval=options.interval, warmup_steps=options.warmup_steps)
         self.profile: Profile | None = None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_ciera.policies.profile import ALL, DERIVED_INTERVALS, Profile
+from fsdp_ciera.profiling.profile import ALL, DERIVED_INTERVALS, Profile
 
 CATEGORY_COLORS = {
     "expert_ffn": "#1f6feb", "attention": "#d9480f", "routing_gate": "#8250df", "layer_norm": "#2a9d5c",

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_ciera.errors import RecipeError
-from fsdp_ciera.instruments import Instruments
+from fsdp_ciera.profiling.instruments import Instruments
+from fsdp_ciera.profiling.tracing import RecordedStep, build_trace, groups_of
 from fsdp_ciera.recipes.config import Recipe
-from fsdp_ciera.tracing import RecordedStep, build_trace, groups_of
 
 _WARMUP_STEPS = 2  # the first gathers are full ones
 

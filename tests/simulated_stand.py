@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdp_ciera.bench.results import Measured, Results, Setting, Step
-from fsdp_ciera.trace import Event, Group, Trace
+from fsdp_ciera.profiling.trace import Event, Group, Trace
 
 LAYERS = 4
 CORES = 2

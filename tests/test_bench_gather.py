@@ -16,9 +16,9 @@ import torch
 
 from fsdp_ciera.bench import gather, netns
 from fsdp_ciera.bench.gather_cells import Cell, crossovers, link_break_evens
-from fsdp_ciera.bench.gather_command import add_gather
 from fsdp_ciera.bench.gather_rank import Job, Outcome, measure, moved
 from fsdp_ciera.bench.gather_report import size_text, speed_text
+from fsdp_ciera.cli.bench_gather import add_gather
 from ranks import run_ranks
 
 KIB, MIB = 2**10, 2**20
@@ -81,7 +81,7 @@ def test_loopback_measures_every_cell_and_writes_all_files(tmp_path: Path, capfd
 
 def measure_with_a_flipped_bit(rank: int, world_size: int) -> list[Outcome]:
     """A gather of the codec that rank 1 gets wrong in one bit, as if it had decoded badly."""
-    from fsdp_ciera.collective import CieraAllGather
+    from fsdp_ciera.gather.collective import CieraAllGather
 
     real = CieraAllGather.__call__
 

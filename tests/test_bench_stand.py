@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from fsdp_ciera.bench import e2e
-from fsdp_ciera.bench.command import add_bench
 from fsdp_ciera.bench.contenders import ABLATION, CONTENDERS, Kind, chosen, reshard_size
 from fsdp_ciera.bench.job import JobModel, JobOptions
 from fsdp_ciera.bench.netns import Cluster, NetnsError
@@ -25,8 +24,9 @@ from fsdp_ciera.bench.report import verdicts
 from fsdp_ciera.bench.results import Results
 from fsdp_ciera.bench.ring import ring_reduce_scatter
 from fsdp_ciera.bench.run import RunOptions, measure
-from fsdp_ciera.cli import main
-from fsdp_ciera.trace import Trace
+from fsdp_ciera.cli.bench import add_bench
+from fsdp_ciera.cli.main import main
+from fsdp_ciera.profiling.trace import Trace
 from ranks import run_ranks
 
 LOSSLESS = ["fsdp2", "fsdp2-keep", "zstd", "value_delta", "default-settled"]
@@ -247,11 +247,11 @@ def test_without_root_the_loopback_is_named(
 
 
 def test_an_interrupted_run_leaves_no_rank_behind(job: JobModel, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import sys; from fsdp_ciera.cli import main; sys.exit(main())"]
+    command = [sys.executable, "-c", "import sys; from fsdp_ciera.cli.main import main; sys.exit(main())"]
     command += ["bench", "e2e", "--loopback", "--hosts", "2", "--out", str(tmp_path / "out"), "--contenders", "fsdp2"]
     code = "from pathlib import Path; import fsdp_ciera.bench.e2e as e; from fsdp_ciera.bench.job import JobModel\n"
     code += f"e.prepare = lambda folder: JobModel(folder=Path({str(job.folder)!r}), name='tiny', num_parameters=1)\n"
-    code += "import sys; from fsdp_ciera.cli import main; sys.exit(main())"
+    code += "import sys; from fsdp_ciera.cli.main import main; sys.exit(main())"
     command[2] = code
     command += ["--steps", "100000"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -9,11 +9,11 @@ from torch import nn
 
 from fsdp_ciera import CieraPolicy, CieraStats, attach, stats
 from fsdp_ciera._compat import get_comm, param_groups
-from fsdp_ciera.choose import make_plan
-from fsdp_ciera.collective import CieraAllGather
-from fsdp_ciera.plan import Conditions
-from fsdp_ciera.shapes import GroupShape, spans_of
-from fsdp_ciera.topology import Cut
+from fsdp_ciera.gather.collective import CieraAllGather
+from fsdp_ciera.gather.topology import Cut
+from fsdp_ciera.planning.choose import make_plan
+from fsdp_ciera.planning.plan import Conditions
+from fsdp_ciera.planning.shapes import GroupShape, spans_of
 from ranks import run_ranks
 from tiny_moe import BY_BYTES, Case, build, compare_with_stock
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_ciera.codecs import CODECS
-from fsdp_ciera.entropy import Coding, Form, SectionWriter
+from fsdp_ciera.codecs.sections import Coding, Form, SectionWriter
 from fsdp_ciera.errors import CieraDecodeError
+from fsdp_ciera.gather.layout import Layout, build_layout
+from fsdp_ciera.gather.lockstep import LockstepState
+from fsdp_ciera.gather.payload import read_sections, write_table
 from fsdp_ciera.kernels.formats import FORMATS
 from fsdp_ciera.kernels.reference import CHUNK_VALUES, gaps_of_bits, pack_bits
-from fsdp_ciera.layout import Layout, build_layout
-from fsdp_ciera.lockstep import LockstepState
-from fsdp_ciera.wire import read_sections, write_table
 
 NAMES = ["self_attn.q_proj.weight", "mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 

@@ -12,12 +12,12 @@ import torch
 
 from fake_cuda import run_with_fake_cuda
 from fsdp_ciera.errors import CieraPolicyError
+from fsdp_ciera.gather.layout import build_layout
+from fsdp_ciera.gather.lockstep import LockstepState
 from fsdp_ciera.kernels import reference
 from fsdp_ciera.kernels.changes import Form, Received
 from fsdp_ciera.kernels.dispatch import VARIABLE, kernels_of
 from fsdp_ciera.kernels.formats import FORMATS, FloatFormat
-from fsdp_ciera.layout import build_layout
-from fsdp_ciera.lockstep import LockstepState
 
 CUDA = {VARIABLE: "cuda"}
 

@@ -143,8 +143,8 @@ WAITING_OPS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_n
 def waiting_ops(rank: int, world_size: int, policy: CieraPolicy) -> tuple[set[str], set[str]]:
     """Those of a control, and those of settled gathers."""
     with_fake_cuda()
-    from fsdp_ciera import collective
-    from fsdp_ciera.device_watch import DamageWatch
+    from fsdp_ciera.gather import collective
+    from fsdp_ciera.gather.device_watch import DamageWatch
 
     model = build(policy)
     train(model, rank, 2)
@@ -236,7 +236,7 @@ def test_whatever_users_do_between_gathers() -> None:
 
 def corrupted(rank: int, world_size: int) -> None:
     with_fake_cuda()
-    from fsdp_ciera import device_stream
+    from fsdp_ciera.gather import device_stream
 
     model = build(VALUE_DELTA)
     train(model, rank, 3, lr=1e-2)
@@ -333,7 +333,7 @@ class ZlibNvcomp(FakeNvcomp):
 
 def coded_bits(rank: int, world_size: int) -> None:
     with_fake_cuda()
-    from fsdp_ciera import device_coder
+    from fsdp_ciera.gather import device_coder
     from fsdp_ciera.kernels import launch, nvcomp
 
     expected = train(build(None), rank, 4)
@@ -394,7 +394,7 @@ def failing(real: Any, on_call: int) -> Any:
 def failures(rank: int, world_size: int) -> None:
     """Memory that runs out on all ranks, in the middle of what moves state on."""
     with_fake_cuda()
-    from fsdp_ciera import device_codecs
+    from fsdp_ciera.gather import device_codecs
 
     model = build(EXPONENT_BLOCK)
     train(model, rank, 2)
@@ -446,7 +446,7 @@ def flipped_signs(rank: int, world_size: int) -> None:
 
 def without_kernels(rank: int, world_size: int) -> None:
     with_fake_cuda()
-    from fsdp_ciera import collective
+    from fsdp_ciera.gather import collective
 
     if rank == 1:  # an old driver, say
         collective.kernels_are_there = lambda device: False

@@ -10,12 +10,12 @@ import torch
 
 from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.errors import CieraPolicyError
+from fsdp_ciera.gather.layout import build_layout
+from fsdp_ciera.gather.lockstep import LockstepState
 from fsdp_ciera.kernels import dispatch, host, reference
 from fsdp_ciera.kernels.dispatch import VARIABLE, chosen_for, kernels_of
 from fsdp_ciera.kernels.formats import FORMATS
 from fsdp_ciera.kernels.reference import CHUNK_VALUES
-from fsdp_ciera.layout import build_layout
-from fsdp_ciera.lockstep import LockstepState
 from test_codecs import FORMS, NAMES, changed, make_states
 
 needs_build = pytest.mark.skipif(bool(host.WHY_NOT), reason=f"no host build: {host.WHY_NOT}")

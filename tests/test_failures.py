@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 import fsdp_ciera
-from fsdp_ciera import CieraPolicy, lockstep, presence, sizes, stream
+from fsdp_ciera import CieraPolicy
 from fsdp_ciera.errors import CieraDesyncError, CieraMismatchError, CieraPeerError, CieraVerifyError
-from fsdp_ciera.lockstep import LockstepState
-from fsdp_ciera.wire import pack_header
+from fsdp_ciera.gather import lockstep, presence, sizes, stream
+from fsdp_ciera.gather.lockstep import LockstepState
+from fsdp_ciera.gather.payload import pack_header
 from ranks import run_ranks
 from tiny_moe import PAPERS_CODEC, VOCAB, Case, bits, build, run
 

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_ciera import CieraPolicy, detach, invalidate, stats
 from fsdp_ciera._compat import get_comm, param_groups
-from fsdp_ciera.collective import CieraAllGather
-from fsdp_ciera.stream import Stream
+from fsdp_ciera.gather.collective import CieraAllGather
+from fsdp_ciera.gather.stream import Stream
 from ranks import run_ranks
 from tiny_moe import BY_BYTES, Case, bits, build, compare_with_stock
 

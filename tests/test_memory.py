@@ -33,7 +33,7 @@ from fsdp_ciera import (
     stats,
 )
 from fsdp_ciera.codecs import CODECS
-from fsdp_ciera.collective import CieraAllGather
+from fsdp_ciera.gather.collective import CieraAllGather
 from ranks import run_ranks
 from tiny_moe import BY_BYTES, PAPERS_CODEC, Case, TinyMoe, build
 

@@ -16,7 +16,7 @@ EXTRAS = ("transformers", "matplotlib", "tensorboard", "gguf", "accelerate", "nv
 
 def test_import_needs_no_extra_no_gpu_and_no_driver() -> None:
     blocked = "".join(f"sys.modules[{name!r}] = None; " for name in EXTRAS)
-    modules = "fsdp_ciera, fsdp_ciera.cli, fsdp_ciera.recipes.models"
+    modules = "fsdp_ciera, fsdp_ciera.cli.main, fsdp_ciera.recipes.models"
     program = f"import sys; {blocked}import {modules}; print(fsdp_ciera.__version__)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd="/")
     assert done.returncode == 0, done.stderr

@@ -13,30 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from fsdp_ciera import (
-    CieraPolicy,
-    CieraStats,
-    CodecCost,
-    Link,
-    StageCost,
-    attach,
-    conditions,
-    detach,
-    invalidate,
-    measure,
-    stats,
-)
+from fsdp_ciera import CieraPolicy, CieraStats, CodecCost, Link, StageCost, attach, detach, invalidate, stats
 from fsdp_ciera._compat import get_comm, param_groups
-from fsdp_ciera.choose import make_plan
 from fsdp_ciera.codecs import CODECS
-from fsdp_ciera.collective import CieraAllGather
 from fsdp_ciera.errors import CieraMismatchError, CieraPolicyError
-from fsdp_ciera.lockstep import LockstepState
-from fsdp_ciera.measure import free_memory_bytes, measure_costs
-from fsdp_ciera.plan import Conditions
+from fsdp_ciera.gather.collective import CieraAllGather
+from fsdp_ciera.gather.lockstep import LockstepState
+from fsdp_ciera.planning import conditions, measure
+from fsdp_ciera.planning.choose import make_plan
+from fsdp_ciera.planning.measure import free_memory_bytes, measure_costs
+from fsdp_ciera.planning.plan import Conditions
+from fsdp_ciera.planning.probe import Probe, first_payload_bytes
+from fsdp_ciera.planning.shapes import GroupShape, spans_of
 from fsdp_ciera.policies.payloads import Payload
-from fsdp_ciera.probe import Probe, first_payload_bytes
-from fsdp_ciera.shapes import GroupShape, spans_of
 from ranks import run_ranks
 from tiny_moe import BY_BYTES, Case, build, compare_with_stock, reshard, run
 

@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 from fsdp_ciera import Profile, Profiler
-from fsdp_ciera.cli import main
+from fsdp_ciera.cli.main import main
 from fsdp_ciera.policies.rates import Rates
 from fsdp_ciera.policies.tables import load_table
 from fsdp_ciera.recipes.config import load_recipe, recipe_from_tables

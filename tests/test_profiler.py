@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_ciera import CieraMismatchError, CieraPolicy, CieraPolicyError, Profile, Profiler, fully_shard, stats
 from fsdp_ciera.codecs import CODECS
+from fsdp_ciera.gather.payload import TABLE_ENTRY_BYTES
 from fsdp_ciera.kernels.formats import FORMATS, FloatFormat
 from fsdp_ciera.kernels.reference import CHUNK_VALUES, split_planes
-from fsdp_ciera.policies.changes import SHARD_CUTS, CountLayout, ShardCounter
-from fsdp_ciera.policies.profile import ALL, merge_tables
 from fsdp_ciera.policies.rates import BLOCK_SIZES, Rates
-from fsdp_ciera.trials import TRIED_CODECS, CodecTrials, TriedShard
-from fsdp_ciera.wire import TABLE_ENTRY_BYTES
+from fsdp_ciera.profiling.counts import SHARD_CUTS, CountLayout, ShardCounter
+from fsdp_ciera.profiling.profile import ALL, merge_tables
+from fsdp_ciera.profiling.trials import TRIED_CODECS, CodecTrials, TriedShard
 from ranks import run_ranks
 
 LAYOUT = CountLayout((*BLOCK_SIZES, 100), TRIED_CODECS)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_ciera import Link, conditions
+from fsdp_ciera import Link
+from fsdp_ciera.planning import conditions
 from ranks import run_ranks
 from tiny_moe import Case, TinyMoe
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_ciera.cli import main
+from fsdp_ciera.cli.main import main
 from fsdp_ciera.errors import RecipeError
 from fsdp_ciera.recipes.config import Ciera, Data, Model, Optimizer, Recipe, Train, load_recipe
 

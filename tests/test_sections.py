@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from fsdp_ciera.entropy import Coding, Form, SectionWriter, StoredSection, SymbolReader
+from fsdp_ciera.codecs.positions import read_positions, write_positions
+from fsdp_ciera.codecs.sections import Coding, Form, SectionWriter, StoredSection, SymbolReader
 from fsdp_ciera.errors import CieraDecodeError
+from fsdp_ciera.gather.payload import read_sections, table_start, write_table
 from fsdp_ciera.kernels.reference import CHUNK_VALUES, gaps_of_bits, pack_bits
-from fsdp_ciera.positions import read_positions, write_positions
-from fsdp_ciera.wire import read_sections, table_start, write_table
 
 
 def bits_at(positions: list[int], num_values: int) -> torch.Tensor:

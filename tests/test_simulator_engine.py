@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_ciera.profiling.trace import Event, Group, Trace
 from fsdp_ciera.simulator.engine import Node, simulate
 from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.graph import build, priced
 from fsdp_ciera.simulator.network import Network, Wire
-from fsdp_ciera.trace import Event, Group, Trace
 
 LINK = Wire(seconds_per_byte=1.0)
 NETWORK = Network(between={"any": LINK}, inside={"any": LINK})

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from fsdp_ciera import CieraPolicy, CodecCost
-from fsdp_ciera.cli import main
+from fsdp_ciera.cli.main import main
 from fsdp_ciera.codecs import CODECS
-from fsdp_ciera.forecast import Cluster as PlannedCluster
-from fsdp_ciera.forecast import forecast
+from fsdp_ciera.planning.forecast import Cluster as PlannedCluster
+from fsdp_ciera.planning.forecast import forecast
 from fsdp_ciera.policies.links import Link
 from fsdp_ciera.policies.tables import shipped_tables
 from fsdp_ciera.simulator.modelled import ComputeCosts, ModelParameters, stock_step

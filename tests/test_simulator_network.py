@@ -10,10 +10,10 @@ import pytest
 from fsdp_ciera.policies.links import Link
 from fsdp_ciera.policies.machines import MACHINES
 from fsdp_ciera.policies.tables import shipped_tables
+from fsdp_ciera.profiling.trace import Event, Trace
 from fsdp_ciera.simulator.network import Network, Place, Ring, Wire, hops, sent_bytes
 from fsdp_ciera.simulator.place import Machine, hierarchical, hierarchical_groups, move, ring_of
 from fsdp_ciera.simulator.schemes import BY_KEY, Assumptions, derive
-from fsdp_ciera.trace import Event, Trace
 from simulated_stand import CORES, LAYERS, OURS, STOCK, VALUES, record
 
 GIVEN = Assumptions(

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from scipy.optimize import nnls
 
-from fsdp_ciera.cli import main
+from fsdp_ciera.cli.main import main
+from fsdp_ciera.profiling.trace import Trace
 from fsdp_ciera.simulator.calibrate import Calibration, calibrate
 from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.fit import fit_non_negative, fit_robust
 from fsdp_ciera.simulator.report import STAMP
 from fsdp_ciera.simulator.runs import load_run, parse_rate, rate_text
 from fsdp_ciera.simulator.validate import Predictor, validate
-from fsdp_ciera.trace import Trace
 from simulated_stand import CORES, OURS, STOCK, write_run
 
 

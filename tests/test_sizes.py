@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_ciera import CieraDesyncError, CieraPolicy, exchange, invalidate, settle_sizes, sizes, stats
+from fsdp_ciera import CieraDesyncError, CieraPolicy, invalidate, settle_sizes, stats
+from fsdp_ciera.gather import exchange, sizes
 from ranks import run_ranks
 from tiny_moe import PAPERS_CODEC, VOCAB, Case, bits, build, reshard
 

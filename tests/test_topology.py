@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from fsdp_ciera import CieraPolicy, stats
 from fsdp_ciera.errors import CieraMismatchError, CieraPeerError, CieraPolicyError
-from fsdp_ciera.lockstep import LockstepState
-from fsdp_ciera.topology import NODE_GROUPS, Cut, cut_of
+from fsdp_ciera.gather.lockstep import LockstepState
+from fsdp_ciera.gather.topology import NODE_GROUPS, Cut, cut_of
 from ranks import run_ranks
 from tiny_moe import Case, build, compare_with_stock
 

@@ -8,11 +8,11 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_ciera.errors import RecipeError
-from fsdp_ciera.instruments import Instruments, Recorded
+from fsdp_ciera.profiling.instruments import Instruments, Recorded
+from fsdp_ciera.profiling.trace import Trace
+from fsdp_ciera.profiling.tracing import RecordedStep, build_trace
 from fsdp_ciera.recipes.config import recipe_from_tables
 from fsdp_ciera.recipes.train import train
-from fsdp_ciera.trace import Trace
-from fsdp_ciera.tracing import RecordedStep, build_trace
 from ranks import run_ranks
 from tiny_models import save_tiny_model, write_text
 

@@ -38,7 +38,7 @@ from fsdp_ciera._compat import (
     set_comm,
     torch_fully_shard,
 )
-from fsdp_ciera.collective import CieraAllGather
+from fsdp_ciera.gather.collective import CieraAllGather
 
 BF16_BYTES = 2
 ROW_VALUES = 64

@@ -108,7 +108,7 @@ class Watch(Protocol):
     """Told where a step is."""
 
     def enter(self, phase: str) -> None:
-        """`phase`: one of `fsdp_ciera.trace.PHASES`."""
+        """`phase`: one of `fsdp_ciera.profiling.trace.PHASES`."""
 
 
 class Job:

@@ -35,10 +35,10 @@ from fsdp_ciera.bench.contenders import CONTENDERS, Contender, reshard_size
 from fsdp_ciera.bench.job import Job, JobOptions, load
 from fsdp_ciera.bench.peers import Int8AllGather, PeerAllGather, StatelessAllGather, use
 from fsdp_ciera.bench.ring import ring_reduce_scatter
-from fsdp_ciera.instruments import CODEC_STAGES, Instruments, leaves_host
+from fsdp_ciera.profiling.instruments import CODEC_STAGES, Instruments, leaves_host
+from fsdp_ciera.profiling.tracing import RecordedStep, build_trace, groups_of
 from fsdp_ciera.recipes.shard import decoder_layers
 from fsdp_ciera.recipes.train import parameters_digest
-from fsdp_ciera.tracing import RecordedStep, build_trace, groups_of
 
 TIMEOUT = timedelta(minutes=5)
 _POLL_SECONDS = 0.02

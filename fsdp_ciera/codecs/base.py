@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from fsdp_ciera.entropy import SectionWriter, StoredSection
+from fsdp_ciera.codecs.sections import SectionWriter, StoredSection
 from fsdp_ciera.kernels.formats import FORMATS
 
 __all__ = ["FloatRunCodec", "RunCodec", "StoredSection"]

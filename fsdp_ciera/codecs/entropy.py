@@ -9,7 +9,7 @@ import torch
 
 from fsdp_ciera.codecs.base import FloatRunCodec, StoredSection
 from fsdp_ciera.codecs.planes import merge, split
-from fsdp_ciera.entropy import SectionWriter, SymbolReader
+from fsdp_ciera.codecs.sections import SectionWriter, SymbolReader
 from fsdp_ciera.kernels.memory import Bytes
 from fsdp_ciera.kernels.reference import chunks_of
 

@@ -18,7 +18,7 @@ import torch
 
 from fsdp_ciera.codecs.base import FloatRunCodec, StoredSection
 from fsdp_ciera.codecs.planes import merge, split, split_remainder
-from fsdp_ciera.entropy import SectionWriter, SymbolReader
+from fsdp_ciera.codecs.sections import SectionWriter, SymbolReader
 from fsdp_ciera.kernels.dispatch import kernels_of
 from fsdp_ciera.kernels.formats import packed_bytes
 from fsdp_ciera.kernels.memory import Bytes, zeros_tensor

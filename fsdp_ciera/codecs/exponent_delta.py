@@ -14,13 +14,13 @@ import torch
 
 from fsdp_ciera.codecs.base import FloatRunCodec, StoredSection
 from fsdp_ciera.codecs.planes import merge, split
+from fsdp_ciera.codecs.positions import most_position_bytes, read_positions, write_positions
+from fsdp_ciera.codecs.sections import Coding, SectionWriter, SymbolReader, check_width
 from fsdp_ciera.codecs.survey import choose_exponent_form
-from fsdp_ciera.entropy import Coding, SectionWriter, SymbolReader, check_width
 from fsdp_ciera.kernels.changes import Form, Received
 from fsdp_ciera.kernels.dispatch import kernels_of
 from fsdp_ciera.kernels.memory import Bytes, zeros_tensor
 from fsdp_ciera.kernels.reference import chunks_of
-from fsdp_ciera.positions import most_position_bytes, read_positions, write_positions
 
 
 class ExponentDelta(FloatRunCodec):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fsdp_ciera.entropy import Coding, SectionWriter, StoredSection, SymbolReader
+from fsdp_ciera.codecs.sections import Coding, SectionWriter, StoredSection, SymbolReader
 from fsdp_ciera.errors import CieraDecodeError
 from fsdp_ciera.kernels.changes import BYTE_ESCAPE
 from fsdp_ciera.kernels.memory import Bytes

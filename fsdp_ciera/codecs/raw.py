@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from fsdp_ciera.codecs.base import RunCodec, StoredSection
-from fsdp_ciera.entropy import SectionWriter
+from fsdp_ciera.codecs.sections import SectionWriter
 
 
 class Raw(RunCodec):

@@ -11,7 +11,7 @@ import torch
 
 from fsdp_ciera.codecs.moves import NIBBLE_ESCAPE
 from fsdp_ciera.codecs.planes import split
-from fsdp_ciera.entropy import Coding, entropy_bits
+from fsdp_ciera.codecs.sections import Coding, entropy_bits
 from fsdp_ciera.kernels.changes import BYTE_ESCAPE, Form
 from fsdp_ciera.kernels.dispatch import kernels_of
 from fsdp_ciera.kernels.formats import FloatFormat

@@ -17,15 +17,15 @@ import torch
 from fsdp_ciera.codecs.base import FloatRunCodec, StoredSection
 from fsdp_ciera.codecs.moves import escape_of, read_moves, write_moves
 from fsdp_ciera.codecs.planes import merge, split
+from fsdp_ciera.codecs.positions import most_position_bytes, read_positions, write_positions
+from fsdp_ciera.codecs.sections import Coding, SectionWriter, SymbolReader
 from fsdp_ciera.codecs.survey import ValueForm, choose_value_form
-from fsdp_ciera.entropy import Coding, SectionWriter, SymbolReader
 from fsdp_ciera.errors import CieraDecodeError
 from fsdp_ciera.kernels.changes import Among, Form, Received, Used
 from fsdp_ciera.kernels.dispatch import kernels_of
 from fsdp_ciera.kernels.formats import FORMATS, FloatFormat, packed_bytes
 from fsdp_ciera.kernels.memory import Bytes, zeros_tensor
 from fsdp_ciera.kernels.reference import chunks_of
-from fsdp_ciera.positions import most_position_bytes, read_positions, write_positions
 
 _SMALL_SECTIONS = 3  # boundary, positions and moves of small values; empty when all values are taken together
 

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from fsdp_ciera.bench.netns import burst_bytes
+from fsdp_ciera.profiling.trace import Trace
 from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.fit import fit_robust
 from fsdp_ciera.simulator.network import Network, Place, Wire, hops, sent_bytes
 from fsdp_ciera.simulator.place import COLLECTIVES, Machine, hierarchical_groups, place_of, ring_of
 from fsdp_ciera.simulator.runs import Run, Setting
-from fsdp_ciera.trace import Trace
 
 FORMAT = 1
 _NOISE_SECONDS, _NOISE_SHARE = 0.005, 0.05

@@ -19,7 +19,7 @@ class Node:
     """A piece of work."""
 
     kind: str
-    """One of `fsdp_ciera.trace.NODES`."""
+    """One of `fsdp_ciera.profiling.trace.NODES`."""
     seconds: float
     streams: tuple[str, ...]
     """The first is its lane in pictures."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdp_ciera.future import future_shapes
+from fsdp_ciera.planning.future import future_shapes
 from fsdp_ciera.policies.categories import categorize
 from fsdp_ciera.policy import CieraPolicy
+from fsdp_ciera.profiling.trace import Event, Group, Trace
 from fsdp_ciera.simulator.network import Place
-from fsdp_ciera.trace import Event, Group, Trace
 
 _ADAMW_BYTES = 28
 """Read and written by AdamW for a value: fp32 master, gradient and two moments in, all but the gradient out."""

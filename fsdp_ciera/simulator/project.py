@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from fsdp_ciera.bench.contenders import CONTENDERS, Kind
+from fsdp_ciera.profiling.trace import Trace
 from fsdp_ciera.simulator.engine import Schedule, simulate
 from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.graph import build, priced
@@ -17,7 +18,6 @@ from fsdp_ciera.simulator.modelled import ComputeCosts, ModelParameters, stock_s
 from fsdp_ciera.simulator.network import Network, Place, sent_bytes
 from fsdp_ciera.simulator.place import COLLECTIVES, Machine, hierarchical, hierarchical_groups, move, ring_of
 from fsdp_ciera.simulator.schemes import BY_KEY, Assumptions, derive
-from fsdp_ciera.trace import Trace
 
 RECORDED, DERIVED = "recorded", "derived"
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from fsdp_ciera.policies.links import Link, parse_link
 from fsdp_ciera.policies.tables import load_table, table_for_model
 from fsdp_ciera.policy import CieraPolicy
+from fsdp_ciera.profiling.trace import Trace
 from fsdp_ciera.recipes.plan import codec_costs, meta_model
 from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.figures import Panel, draw_projection, draw_timeline
@@ -33,7 +34,6 @@ from fsdp_ciera.simulator.report import STAMP, as_json, projection_table, valida
 from fsdp_ciera.simulator.runs import Run, Setting, load_run, load_trace, parse_rate
 from fsdp_ciera.simulator.schemes import Assumptions
 from fsdp_ciera.simulator.validate import BAR, Predictor, Validation, validate
-from fsdp_ciera.trace import Trace
 
 REFUSED = 3
 """The exit code of a projection that nothing vouches for."""

@@ -9,9 +9,9 @@ from statistics import median, quantiles
 
 from fsdp_ciera.bench.netns import bits_per_second
 from fsdp_ciera.bench.results import Results
+from fsdp_ciera.profiling.trace import Trace
 from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.network import Place
-from fsdp_ciera.trace import Trace
 
 _BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 

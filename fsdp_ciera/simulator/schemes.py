@@ -12,21 +12,21 @@ from typing import Any
 
 import torch
 
-from fsdp_ciera.choose import make_plan
 from fsdp_ciera.codecs import CODECS
-from fsdp_ciera.forecast import Cluster
-from fsdp_ciera.plan import Conditions
+from fsdp_ciera.gather.payload import HEADER_BYTES
+from fsdp_ciera.planning.choose import make_plan
+from fsdp_ciera.planning.forecast import Cluster
+from fsdp_ciera.planning.plan import Conditions
+from fsdp_ciera.planning.shapes import GroupShape, spans_of
 from fsdp_ciera.policies.costs import CodecCost, change_of
 from fsdp_ciera.policies.links import Link
 from fsdp_ciera.policies.payloads import Payload, expected_payload
 from fsdp_ciera.policies.tables import Table, rates_for
 from fsdp_ciera.policy import CieraPolicy
-from fsdp_ciera.shapes import GroupShape, spans_of
+from fsdp_ciera.profiling.trace import Event, Trace
 from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.network import Place
 from fsdp_ciera.simulator.place import part_of
-from fsdp_ciera.trace import Event, Trace
-from fsdp_ciera.wire import HEADER_BYTES
 
 _BLOCK = 512
 _SIZE_BYTES = 8

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import log
 from statistics import median
 
+from fsdp_ciera.profiling.trace import Trace
 from fsdp_ciera.simulator.calibrate import Calibration, calibrate, with_corrections
 from fsdp_ciera.simulator.engine import simulate
 from fsdp_ciera.simulator.graph import build, priced
@@ -18,7 +19,6 @@ from fsdp_ciera.simulator.network import Place
 from fsdp_ciera.simulator.place import COLLECTIVES, move
 from fsdp_ciera.simulator.runs import Run, Setting, setting_of
 from fsdp_ciera.simulator.schemes import BY_KEY, derive
-from fsdp_ciera.trace import Trace
 
 BAR = 0.04
 """The paper's: its simulator matches measured iteration times within 4 %."""

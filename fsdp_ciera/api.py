@@ -1,0 +1,228 @@
+"""The public surface: put compressed all-gathers on FSDP2 modules, take them off, and read what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_ciera._compat import (
+    FSDPModule,
+    FSDPParamGroup,
+    get_comm,
+    is_default_comm,
+    param_groups,
+    restore_default_comm,
+    set_comm,
+    shard_world_size,
+    torch_fully_shard,
+)
+from fsdp_ciera.errors import CieraConflictError, CieraDesyncError, CieraMismatchError, CieraPeerError, CieraPolicyError
+from fsdp_ciera.gather.collective import CieraAllGather
+from fsdp_ciera.gather.device_settle import settle_on_device
+from fsdp_ciera.gather.device_stream import DeviceStream
+from fsdp_ciera.gather.sizes import settle_ahead
+from fsdp_ciera.gather.stream import Stream
+from fsdp_ciera.policy import CieraPolicy
+from fsdp_ciera.statistics import CieraStats
+
+ModuleT = TypeVar("ModuleT", nn.Module, list[nn.Module])
+
+
+@dataclass(frozen=True)
+class AttachReport:
+    """What `attach` did: the FSDP modules that gather through fsdp_ciera from now on."""
+
+    modules: tuple[str, ...]
+    num_groups: int
+    world_size: int
+
+    def __str__(self) -> str:
+        note = "; world_size is 1, so nothing will be gathered" if self.world_size == 1 else ""
+        return f"fsdp_ciera: {self.num_groups} groups of {len(self.modules)} FSDP modules attached{note}"
+
+
+def fully_shard(module: ModuleT, *, ciera_policy: CieraPolicy | None = None, **fsdp_arguments: Any) -> ModuleT:
+    """torch's `fully_shard`, and with a `ciera_policy` the module's all-gathers run through fsdp_ciera.
+
+    Every other argument goes to torch unchanged, and the return value is torch's. Without a policy the module is stock
+    FSDP2. All ranks must pass the same policy; the first gather checks that. For what it costs see `CieraPolicy`.
+
+    Raises `CieraPolicyError` when `ciera_policy` is no `CieraPolicy`, or when the module is already under FSDP2 (then
+    `attach` is the call), and whatever torch's `fully_shard` raises.
+    """
+    if ciera_policy is None:
+        return cast(ModuleT, torch_fully_shard(module, **fsdp_arguments))
+    _check_policy(ciera_policy, "ciera_policy")
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    for one in modules:
+        if isinstance(one, FSDPModule):
+            raise CieraPolicyError(
+                f"{type(one).__name__} is already under FSDP2, so fully_shard(ciera_policy=...) cannot shard it again: "
+                "call fsdp_ciera.attach(model, policy) to compress the all-gathers of a model that is already sharded"
+            )
+    sharded = torch_fully_shard(module, **fsdp_arguments)
+    for group in param_groups(modules[0]):
+        set_comm(group, CieraAllGather(group, ciera_policy))
+    return cast(ModuleT, sharded)
+
+
+fully_shard.state = torch_fully_shard.state  # type: ignore[attr-defined]
+
+
+def attach(model: nn.Module, policy: CieraPolicy) -> AttachReport:
+    """Compresses the all-gathers of every FSDP2 module in `model`, whoever sharded it, from the next gather on.
+
+    Call it on all ranks with the same policy, at any time between steps. Modules with several parameter groups (experts
+    on a mesh of their own) get one collective per group.
+
+    Raises `CieraPolicyError` when there is no FSDP2 module or the policy is none, `CieraConflictError` when a module
+    already has a custom all-gather (ours or another); then nothing has been changed.
+    """
+    _check_policy(policy, "policy")
+    if not isinstance(model, nn.Module):
+        raise CieraPolicyError(f"model={model!r} must be the torch module that holds the FSDP2 modules")
+    found = list(_fsdp_modules(model))
+    if not found:
+        raise CieraPolicyError(
+            f"{type(model).__name__} holds no FSDP2 module: call fully_shard on it first, or "
+            "fsdp_ciera.fully_shard(module, ciera_policy=policy) instead"
+        )
+    for name, group in _groups(model):
+        comm = get_comm(group)
+        if isinstance(comm, CieraAllGather):
+            raise CieraConflictError(f"module {name!r} already has a CieraPolicy: call fsdp_ciera.detach(model) first")
+        if not is_default_comm(comm):
+            raise CieraConflictError(
+                f"module {name!r} already has a custom all-gather, {type(comm).__name__}: fsdp_ciera replaces the "
+                "all-gather, so it cannot be combined with symmetric memory, process-group allocation or another "
+                "custom one. Turn that off before attach()"
+            )
+    groups = list(_groups(model))
+    for _, group in groups:
+        set_comm(group, CieraAllGather(group, policy))
+    world_size = max((shard_world_size(group) for _, group in groups), default=1)
+    return AttachReport(tuple(name for name, _ in found), len(groups), world_size)
+
+
+def detach(model: nn.Module) -> None:
+    """Makes every FSDP2 module in `model` gather as stock FSDP2 again, and frees the caches. Call it on all ranks."""
+    for _, group in _groups(model):
+        comm = get_comm(group)
+        if isinstance(comm, CieraAllGather):
+            restore_default_comm(group)
+            comm.release()
+
+
+def invalidate(model: nn.Module) -> None:
+    """Drops all caches of `model`: the next gather of every group is a full one.
+
+    Never needed for correctness (the encoder compares bytes, so `load_state_dict` and `param.data` writes are seen); it
+    frees memory, and clears doubt after an exception. One rank alone may call it: the others follow at the next gather.
+    """
+    for comm in _comms(model):
+        comm.invalidate()
+
+
+def settle_sizes(model: nn.Module) -> int:
+    """Settles the payload sizes of all groups of `model` at once, for all gathers until the weights change.
+
+    Optional. Call it on all ranks right after `optimizer.step()`: all groups encode together and exchange one batch of
+    headers per process group, and then each gather is one collective instead of two. Groups that have not been gathered yet,
+    that are gathered now, or that are sent raw are left out, and so are the backward gathers of
+    `reshard_after_forward=<int>`. Whoever changes weights afterwards need not call it again: the next gather notices, on all
+    ranks, and settles its own sizes (in full when it is the first one after this call).
+
+    On CUDA gathers are compressed only after this call, and until weights change again: whoever changes them afterwards
+    (an optimizer step, `load_state_dict`) must call it again before the next forward, or gets a `CieraDesyncError` some
+    gathers later (see `fsdp_ciera.gather.device_stream`, [Note: Told ahead]). The host waits here, and in no gather.
+
+    Returns the number of groups settled. Memory: the encoded shards of all groups until their first gather (for
+    `value_delta` what changed; for the other codecs about half of this rank's shard of the model), and while it runs
+    this rank's shards of all groups, cast. Raises on all ranks
+    together as a gather does.
+    """
+    comms = list(_comms(model))
+    on_cpu: dict[str, list[tuple[CieraAllGather, Stream, torch.Tensor]]] = {}
+    on_device: dict[str, tuple[CieraAllGather, dist.ProcessGroup, list[tuple[DeviceStream, torch.Tensor]]]] = {}
+    error: Exception | None = None
+    with torch.inference_mode(False), torch.no_grad():
+        for comm in comms:
+            comm.end_epochs()
+            group = comm.device_group()
+            if group is not None:  # also where this rank has nothing to settle: the others may
+                on_device.setdefault(group.group_name, (comm, group, []))
+        for comm in comms:
+            found = comm.shard_to_settle()
+            if found is None:
+                continue
+            stream, local = found
+            if isinstance(stream, DeviceStream):
+                on_device[stream.group.group_name][2].append((stream, local))
+            else:
+                on_cpu.setdefault(stream.group.group_name, []).append((comm, stream, local))
+        for batch in on_cpu.values():
+            sent_bytes = settle_ahead([(stream, local) for _, stream, local in batch], batch[0][1].group)
+            batch[0][0].count_settling(sent_bytes)
+        for comm, group, shards in on_device.values():
+            try:  # ranks of other process groups may fail where these do not: all meet in all of them
+                comm.count_settling(settle_on_device(shards, group))
+            except (CieraDesyncError, CieraMismatchError, CieraPeerError) as failure:
+                error = error or failure
+    if error is not None:
+        raise error
+    return sum(map(len, on_cpu.values())) + sum(len(shards) for _, _, shards in on_device.values())
+
+
+def stats(model: nn.Module) -> CieraStats:
+    """What this rank sent for the parameter gathers of `model`, since `attach` or `fully_shard`. No communication.
+
+    Raises `CieraConflictError` when no module of `model` gathers through fsdp_ciera (nobody attached it, or another tool
+    has replaced the all-gather).
+    """
+    comms = list(_comms(model))
+    if not comms:
+        raise CieraConflictError(
+            f"no module of {type(model).__name__} gathers through fsdp_ciera: call attach(model, policy), or see whether "
+            "another tool has replaced the all-gather since"
+        )
+    report = CieraStats(world_size=max(shard_world_size(comm.param_group) for comm in comms))
+    for comm in comms:
+        report.merge(comm.stats())
+        plan = comm.cohort.plan if comm.cohort is not None else None
+        if plan is not None and not any(plan is other for other in report.plans):
+            report.plans.append(plan)
+    return report
+
+
+def _check_policy(policy: object, argument: str) -> None:
+    if not isinstance(policy, CieraPolicy):
+        raise CieraPolicyError(
+            f"{argument}={policy!r} must be a fsdp_ciera.CieraPolicy, for example CieraPolicy.paper()"
+        )
+
+
+def _fsdp_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            yield name or type(module).__name__, cast(nn.Module, module)
+
+
+def _groups(model: nn.Module) -> Iterator[tuple[str, FSDPParamGroup]]:
+    seen: set[int] = set()  # fully_shard([a, b]) gives several modules the same group
+    for name, module in _fsdp_modules(model):
+        for group in param_groups(module):
+            if id(group) not in seen:
+                seen.add(id(group))
+                yield name, group
+
+
+def _comms(model: nn.Module) -> Iterator[CieraAllGather]:
+    for _, group in _groups(model):
+        comm = get_comm(group)
+        if isinstance(comm, CieraAllGather):
+            yield comm

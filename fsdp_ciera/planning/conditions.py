@@ -1,0 +1,107 @@
+"""What the ranks that plan together agree on: links (the slowest rank counts), codec costs (the slowest machine counts), and
+memory (the least that is free counts). One exchange of numbers, of which the largest holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from fsdp_ciera._compat import gather_groups
+from fsdp_ciera.gather.topology import cut_of, node_groups_of
+from fsdp_ciera.kernels.formats import FORMATS
+from fsdp_ciera.planning.measure import agree_on_largest, free_memory_bytes, measure_costs, measure_link
+from fsdp_ciera.planning.plan import Conditions
+from fsdp_ciera.planning.shapes import GroupShape
+from fsdp_ciera.policies.costs import CodecCost, StageCost
+from fsdp_ciera.policies.links import Link
+from fsdp_ciera.policy import CieraPolicy
+
+COST_IN_A_STEP = 2.0
+"""[Note: Codecs cost more in a step] How much longer a measured codec makes an iteration than it takes by itself. There its
+caches are cold, its rank shares cores and memory with others, and every gather waits for the rank that codes last: on links
+without a limit 0.17 s of codecs came with 0.16 s of waiting, and plans that believed the former were slower than stock FSDP2.
+Test: test_planner.py, a codec must pay twice over."""
+
+if TYPE_CHECKING:
+    from fsdp_ciera.gather.collective import CieraAllGather
+
+
+def agree_on_conditions(
+    comms: Sequence[CieraAllGather],
+    shapes: Sequence[GroupShape],
+    policy: CieraPolicy,
+    group: dist.ProcessGroup | None,
+    spent_bytes: int,
+) -> tuple[Conditions, int | None]:
+    """The conditions of a plan for these groups, and the policy's budget, of which `spent_bytes` are gone already.
+
+    Collective over `group`, which holds all their ranks, and over the groups' own process groups where links are measured;
+    all ranks get the same. `None` as a group: nothing is gathered, and nothing is measured.
+    """
+    if group is None:
+        budget_bytes = policy.cache_budget_bytes(0)
+        return Conditions(budget_bytes=budget_bytes), budget_bytes
+    links = _links(comms, policy) if len(policy.codecs) > 1 else None
+    costs = _codec_costs(policy, shapes)
+    free_bytes = free_memory_bytes(torch.device("cpu")) if policy.is_share_of_memory else 0
+    told = [
+        number for spans in links or () for link in spans for number in (link.latency_seconds, -link.bytes_per_second)
+    ]
+    for cost in costs.values():
+        for stage in (cost.hash, cost.cmp, cost.decmp):
+            told += [stage.fixed, stage.per_value, stage.per_changed]
+    agreed = iter(agree_on_largest([*told, -float(free_bytes), float(spent_bytes)], group))
+    if links is not None:
+        links = [[Link(next(agreed), -next(agreed)) for _ in spans] for spans in links]
+    costs = {codec: CodecCost(hash=_stage(agreed), cmp=_stage(agreed), decmp=_stage(agreed)) for codec in costs}
+    budget_bytes = policy.cache_budget_bytes(int(-next(agreed)))
+    left_bytes = left_of(budget_bytes, int(next(agreed)))
+    return Conditions(links=links, costs=costs, budget_bytes=left_bytes), budget_bytes
+
+
+def left_of(budget_bytes: int | None, spent_bytes: int) -> int | None:
+    """What a budget leaves; never less than nothing."""
+    return None if budget_bytes is None else max(0, budget_bytes - spent_bytes)
+
+
+def _stage(agreed: Iterator[float]) -> StageCost:
+    return StageCost(fixed=next(agreed), per_value=next(agreed), per_changed=next(agreed))
+
+
+def _links(comms: Sequence[CieraAllGather], policy: CieraPolicy) -> list[list[Link]]:
+    """By group and span; each process group is measured once, in the order in which groups come: alike on all ranks."""
+    found: dict[str, Link] = {}
+    made = []
+    for comm in comms:
+        links = []
+        for process_group, _ in gather_groups(comm.param_group):
+            if process_group.size() == 1:
+                continue
+            if isinstance(policy.link, Link):
+                links.append(policy.link)
+                continue
+            if process_group.group_name not in found:
+                cut = cut_of(dist.get_process_group_ranks(process_group), policy)
+                exchanging = process_group if cut.is_flat else node_groups_of(process_group, cut).between_nodes
+                found[process_group.group_name] = measure_link(exchanging)
+            links.append(found[process_group.group_name])
+        made.append(links)
+    return made
+
+
+def _codec_costs(policy: CieraPolicy, shapes: Sequence[GroupShape]) -> dict[str, CodecCost]:
+    """In the order of `policy.codecs`: given, or measured for the dtype that most bytes are gathered in."""
+    if len(policy.codecs) == 1:
+        return {}
+    codecs = [codec for codec in policy.codecs if codec != "raw"]
+    if policy.codec_costs is not None:
+        return {codec: policy.codec_costs[codec] for codec in codecs}
+    gathered = {dtype: sum(shape.shard_bytes for shape in shapes if shape.dtype == dtype) for dtype in FORMATS}
+    costs = measure_costs(codecs, max(gathered, key=lambda dtype: gathered[dtype]), policy.block_size)
+    if policy.selection == "greedy":  # as published
+        return costs
+    return {codec: cost.scaled(COST_IN_A_STEP) for codec, cost in costs.items()}

@@ -1,0 +1,308 @@
+"""`forecast`: what a policy would bring a model on a cluster, beside FSDP2, ZeRO-3 and ZeRO++. Nothing is allocated or sent.
+
+Bytes and seconds are those of one rank in an optimizer step. Seconds are those of the links alone, without overlap: a
+projection, not a measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fsdp_ciera.errors import CieraPolicyError
+from fsdp_ciera.planning.choose import make_plan
+from fsdp_ciera.planning.future import future_shapes
+from fsdp_ciera.planning.plan import Conditions, Plan
+from fsdp_ciera.planning.shapes import GroupShape, Span
+from fsdp_ciera.policies.costs import CodecCost
+from fsdp_ciera.policies.links import Link
+from fsdp_ciera.policies.tables import Table
+from fsdp_ciera.policy import CieraPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """`world_size` GPUs, `ranks_per_node` on each node."""
+
+    world_size: int
+    ranks_per_node: int
+    between_nodes: Link
+    """Of a flat all-gather over all nodes, as NCCL's bus bandwidth: what a node sends and receives (200 Gbit/s InfiniBand:
+    8 GB/s in the paper). Gathers that a node's ranks make side by side share it."""
+    in_node: Link
+    """Of an all-gather within a node."""
+
+    def __post_init__(self) -> None:
+        if (
+            self.world_size < 2
+            or self.ranks_per_node < 1
+            or self.world_size % min(self.ranks_per_node, self.world_size)
+        ):
+            raise CieraPolicyError(
+                f"world_size={self.world_size} in nodes of {self.ranks_per_node} is not allowed: at least 2 ranks, and nodes "
+                "that are all full"
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes."""
+        return max(1, self.world_size // self.ranks_per_node)
+
+    @property
+    def local_size(self) -> int:
+        """Ranks of a node."""
+        return self.world_size // self.num_nodes
+
+    @property
+    def ring_share(self) -> int:
+        """In a ring over all ranks, one of so many sends to another node."""
+        return 1 if self.num_nodes == 1 else self.local_size
+
+    @property
+    def flat_link(self) -> Link:
+        """Of a gather over all ranks."""
+        return self.in_node if self.num_nodes == 1 else self.between_nodes
+
+    def link_of(self, span: Span) -> Link:
+        """The link that payloads of a span take."""
+        if self.num_nodes == 1 or span.cut.world_size <= self.ranks_per_node:
+            return self.in_node
+        if span.cut.is_flat:
+            return self.between_nodes
+        return replace(
+            self.between_nodes, bytes_per_second=self.between_nodes.bytes_per_second / span.cut.ranks_per_node
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """What one way to train sends, and holds beyond plain FSDP2's memory, on one rank in an optimizer step."""
+
+    name: str
+    gather_bytes: float
+    """Sent by this rank, whereto ever."""
+    slow_bytes: float
+    """Those of the gathers that cross nodes, as the average rank of a node sends them (a ring crosses with one rank in turn);
+    all of them where there is one node."""
+    reduce_bytes: float
+    gather_seconds: float
+    """By the links, and what codecs take on the critical path."""
+    extra_memory_bytes: float
+    is_lossless: bool
+    source: str
+    """Where the scheme is described."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """A plan, and the contenders beside it; the last one is fsdp_ciera."""
+
+    cluster: Cluster
+    num_parameters: int
+    topology: str
+    plan: Plan
+    contenders: tuple[Contender, ...]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "plan": self.plan.to_dict()}
+
+
+def forecast(
+    model: nn.Module,
+    policy: CieraPolicy,
+    cluster: Cluster,
+    *,
+    costs: Mapping[str, CodecCost],
+    overlap: bool = True,
+    table: Table | None = None,
+    param_dtype: torch.dtype = torch.bfloat16,
+    reduce_dtype: torch.dtype = torch.float32,
+) -> Forecast:
+    """Plans `model` (any device; "meta" needs no memory) on `cluster`, with layers and root that reshard after forward.
+
+    `costs` are those of the codecs on one rank; with `overlap` encoding costs nothing (the paper's CCP). `policy.topology`
+    "auto" takes flat or hierarchical gathers, whichever gains more. A fused parameter of experts is cut along dimension 1
+    where dimension 0 would be padded and 1 is not. Time: below a second; raises `CieraPolicyError`.
+    """
+    if policy.is_share_of_memory:
+        raise CieraPolicyError(
+            f"cache_budget={policy.cache_budget!r} is a share of a GPU that is not there: give bytes"
+        )
+    topologies: list[Literal["flat", "hierarchical"]] = ["flat", "hierarchical"]
+    if cluster.num_nodes == 1 or cluster.local_size == 1:
+        topologies = ["flat"]
+    elif policy.topology != "auto":
+        topologies = [policy.topology]
+    made = []
+    for topology in topologies:
+        size = cluster.ranks_per_node if topology == "hierarchical" else None
+        its_policy = replace(policy, topology=topology, ranks_per_node=size)
+        shapes = future_shapes(
+            model,
+            its_policy,
+            cluster.world_size,
+            param_dtype,
+            reshard_after_forward=True,
+            units=None,
+            shard_dim=lambda p: _shard_dim(p, cluster.world_size),
+            root_reshards=True,
+        )
+        conditions = Conditions(
+            links=[[cluster.link_of(span) for span in shape.spans] for shape in shapes],
+            costs=costs,
+            budget_bytes=its_policy.cache_budget_bytes(0),
+            table=table,
+            overlap=overlap,
+        )
+        plan = make_plan(shapes, its_policy, conditions)
+        seconds = _planned_seconds(shapes, plan, its_policy, cluster)
+        made.append((seconds, topology, shapes, plan))
+    seconds, topology, shapes, plan = min(made, key=lambda one: one[0])
+    ours = Contender(
+        name="fsdp_ciera",
+        gather_bytes=plan.wire_bytes,
+        slow_bytes=(plan.wire_bytes - plan.in_node_bytes) / (cluster.ring_share if topology == "flat" else 1),
+        reduce_bytes=_reduce_bytes(shapes, cluster, reduce_dtype.itemsize),
+        gather_seconds=seconds,
+        extra_memory_bytes=plan.cache_bytes + plan.held_output_bytes(shapes),
+        is_lossless=True,
+        source=f"{topology} gathers",
+    )
+    contenders = (*_others(shapes, policy, cluster, param_dtype, reduce_dtype), ours)
+    return Forecast(
+        cluster=cluster,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        topology=topology,
+        plan=plan,
+        contenders=contenders,
+        notes=(*_notes(model, policy, cluster, shapes), *plan.notes),
+    )
+
+
+def _notes(model: nn.Module, policy: CieraPolicy, cluster: Cluster, shapes: Sequence[GroupShape]) -> Iterator[str]:
+    """What the figures assume."""
+    cut_inside = sum(1 for p in model.parameters() if _shard_dim(p, cluster.world_size))
+    if cut_inside:
+        yield (
+            f"{cut_inside} parameters of experts are cut along dimension 1 (fully_shard's shard_placement_fn): cut along "
+            f"dimension 0, {cluster.world_size} ranks would gather padding"
+        )
+    gathered = (
+        cluster.world_size * sum(sum(shape.sizes) for shape in shapes) / sum(p.numel() for p in model.parameters())
+    )
+    if gathered > 1.02:
+        yield (
+            f"padded shards: {cluster.world_size} ranks gather {gathered:.2f} times the model, with FSDP2 and fsdp_ciera alike "
+            "(ZeRO cuts flat, and would not); share the parameters among fewer ranks (HSDP)"
+        )
+    if policy.micro_batches > 1:
+        yield (
+            "FSDP2 and fsdp_ciera reduce gradients once a step, and keep them whole until then "
+            "(set_requires_gradient_sync); ZeRO reduces in every micro-batch"
+        )
+
+
+def _shard_dim(parameter: nn.Parameter, world_size: int) -> int:
+    shape = parameter.shape
+    return 1 if len(shape) == 3 and shape[0] % world_size and shape[1] % world_size == 0 else 0
+
+
+def _planned_seconds(shapes: Sequence[GroupShape], plan: Plan, policy: CieraPolicy, cluster: Cluster) -> float:
+    """Gathers of a step: what raw ones take on the same links, less the gain, with headers and what moves inside nodes."""
+    total = -plan.gain_seconds
+    for shape, codecs in zip(shapes, plan.codecs, strict=True):
+        is_raw = all(codec == "raw" for codec in codecs)
+        for span in shape.spans:
+            link, cut = cluster.link_of(span), span.cut
+            num_gathers = span.num_gathers * policy.micro_batches
+            if is_raw and policy.may_go_plain:
+                total += num_gathers * cluster.flat_link.seconds(shape.shard_bytes, cut.world_size)
+                continue
+            total += num_gathers * link.seconds(shape.shard_bytes, cut.num_nodes)
+            total += num_gathers * cluster.in_node.seconds(cut.num_nodes * shape.shard_bytes, cut.ranks_per_node)
+            total += num_gathers * link.latency_seconds  # of the headers
+    return total
+
+
+def _reduce_bytes(shapes: Sequence[GroupShape], cluster: Cluster, item_bytes: float) -> float:
+    """One reduce-scatter of all gradients."""
+    return (cluster.world_size - 1) * item_bytes * sum(sum(shape.sizes) for shape in shapes)
+
+
+def _others(
+    shapes: Sequence[GroupShape],
+    policy: CieraPolicy,
+    cluster: Cluster,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+) -> list[Contender]:
+    """Bytes by the published schemes.
+
+    ZeRO-3 (Rajbhandari et al. 2020, section 7): two gathers and a reduce-scatter in 16 bits of every micro-batch. ZeRO++ (Wang
+    et al. 2023, sections 3.1 to 3.3): the forward gather in 8 bits, the backward gather inside nodes from a second copy, the
+    gradients in 4 bits; scales of quantised blocks are left out.
+    """
+    micro_batches, world_size = policy.micro_batches, cluster.world_size
+    num_values = sum(sum(shape.sizes) for shape in shapes)
+    link = cluster.flat_link
+    peers = world_size - 1
+    gathered = peers * num_values * param_dtype.itemsize
+
+    def seconds(num_gathers: float, item_bytes: float, its_link: Link = link, ranks: int = world_size) -> float:
+        scale = world_size / ranks  # fewer ranks hold as many values together
+        return num_gathers * sum(its_link.seconds(scale * sum(shape.sizes) * item_bytes, ranks) for shape in shapes)
+
+    item_bytes = param_dtype.itemsize
+    reduced = _reduce_bytes(shapes, cluster, reduce_dtype.itemsize)
+    local = cluster.local_size
+    ring = cluster.ring_share
+    second_copy = num_values * world_size / local * item_bytes
+    inside = (local - 1) * second_copy
+    return [
+        Contender(
+            name="FSDP2",
+            gather_bytes=2 * micro_batches * gathered,
+            slow_bytes=2 * micro_batches * gathered / ring,
+            reduce_bytes=reduced,
+            gather_seconds=seconds(2 * micro_batches, item_bytes),
+            extra_memory_bytes=0,
+            is_lossless=True,
+            source="reshard_after_forward=True",
+        ),
+        Contender(
+            name="FSDP2, no reshard",
+            gather_bytes=micro_batches * gathered,
+            slow_bytes=micro_batches * gathered / ring,
+            reduce_bytes=reduced,
+            gather_seconds=seconds(micro_batches, item_bytes),
+            extra_memory_bytes=world_size * num_values * item_bytes,
+            is_lossless=True,
+            source="reshard_after_forward=False",
+        ),
+        Contender(
+            name="ZeRO-3",
+            gather_bytes=2 * micro_batches * gathered,
+            slow_bytes=2 * micro_batches * gathered / ring,
+            reduce_bytes=micro_batches * _reduce_bytes(shapes, cluster, 2),
+            gather_seconds=seconds(2 * micro_batches, item_bytes),
+            extra_memory_bytes=0,
+            is_lossless=True,
+            source="16 bits, gradients too",
+        ),
+        Contender(
+            name="ZeRO++ (lossy)",
+            gather_bytes=micro_batches * (peers * num_values + inside),
+            slow_bytes=micro_batches * (peers * num_values / ring + (inside if cluster.num_nodes == 1 else 0)),
+            reduce_bytes=micro_batches * _reduce_bytes(shapes, cluster, 0.5),
+            gather_seconds=seconds(micro_batches, 1) + seconds(micro_batches, item_bytes, cluster.in_node, local),
+            extra_memory_bytes=second_copy,
+            is_lossless=False,
+            source="8-bit gather, second copy a node",
+        ),
+    ]

@@ -1,0 +1,111 @@
+"""`GroupShape`: all that the plan of a parameter group depends on. Live groups have one, and so have those that a model would
+get (fsdp_ciera.planning.estimate, fsdp_ciera.planning.forecast), so that one implementation plans all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fsdp_ciera._compat import FSDPParamGroup, gather_dtype, gather_groups, param_names_and_sizes, shard_world_size
+from fsdp_ciera.codecs import CODECS
+from fsdp_ciera.gather.layout import Layout, build_layout
+from fsdp_ciera.gather.topology import Cut, cut_of
+from fsdp_ciera.policy import CieraPolicy
+
+
+class Span(NamedTuple):
+    """A process group that a group is gathered over: this rank's cut of it, the most nodes in any rank's cut, and how many
+    gathers a forward and its backward make."""
+
+    cut: Cut
+    most_nodes: int
+    num_gathers: int
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """All that the plan of a group depends on, and all that its caches cost.
+
+    `sizes` are those of the padded local shards in the shard mesh of `world_size` ranks, in values of `dtype` and in the
+    order of the buffer.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    world_size: int
+    spans: tuple[Span, ...]
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes that one rank contributes to a gather over the whole shard mesh."""
+        return sum(self.sizes) * self.dtype.itemsize
+
+    def size_in(self, span: Span, size: int) -> int:
+        """The values of a shard when it is gathered over `span`: all ranks' together are as many as ever."""
+        return -(-size * self.world_size // span.cut.world_size)
+
+    def layouts(self, codecs: Sequence[str]) -> Iterator[tuple[Span, Layout]]:
+        """The runs of every span, as its gathers will have them."""
+        for span in self.spans:
+            sizes = [self.size_in(span, size) for size in self.sizes]
+            yield span, build_layout(self.names, sizes, codecs, sum(sizes), self.dtype)
+
+    def held_output_bytes(self, codecs: Sequence[str]) -> int:
+        """What the output takes that is held for codecs that decode in place, beyond their caches: own slots, and runs of other
+        codecs. 0 where none does. See [Note: The output is the cache].
+
+        FSDP2 asks for an output by its size alone, and a group that is gathered over several process groups
+        (`reshard_after_forward=<int>`) has outputs of one size for all: those are not told apart, so none is held. Nor is one
+        of a hierarchical gather, which decodes elsewhere.
+        """
+        in_place = [CODECS[codec].can_decode_in_place for codec in codecs]
+        if len(self.spans) != 1 or not self.spans[0].cut.is_flat or not any(in_place):
+            return 0
+        num_slots = [1 if is_in_place else self.world_size for is_in_place in in_place]
+        return self.dtype.itemsize * sum(size * slots for size, slots in zip(self.sizes, num_slots, strict=True))
+
+    def cost_bytes(self, codec: str, size: int, block_size: int) -> int:
+        """Most bytes of caches that one parameter costs any rank, over all spans.
+
+        The caches that are held are never more: neighbours with the same codec share a run, and so a last block.
+        """
+        return sum(
+            CODECS[codec].cache_bytes(self.size_in(span, size), self.dtype, block_size, span.most_nodes - 1)
+            for span in self.spans
+        )
+
+
+def spans_of(process_groups: Sequence[tuple[Sequence[int], int]], policy: CieraPolicy) -> tuple[Span, ...]:
+    """What a group spans that is gathered over these process groups (global ranks, and gathers in a forward and backward):
+    the whole shard mesh, then its parts.
+
+    A process group of one rank gathers nothing. [Note: Ranks whose parts lie differently] With
+    `reshard_after_forward=<int>` nodes may cut the parts of different ranks differently. The plan must not depend on
+    that, so `most_nodes` looks at all parts: the equally long stretches of the whole. Test: test_budget.py, parts.
+    """
+    spans = []
+    for ranks, num_gathers in process_groups:
+        length, whole = len(ranks), process_groups[0][0]
+        if length > 1:
+            cuts = [cut_of(whole[start : start + length], policy) for start in range(0, len(whole), length)]
+            spans.append(Span(cut_of(ranks, policy), max(cut.num_nodes for cut in cuts), num_gathers))
+    return tuple(spans)
+
+
+def spans_of_group(group: FSDPParamGroup, policy: CieraPolicy, *, will_be_root: bool = False) -> tuple[Span, ...]:
+    """What a live group spans. Before its root's first forward `will_be_root` says whether it is the root's."""
+    groups = gather_groups(group, will_be_root=will_be_root)
+    return spans_of([(dist.get_process_group_ranks(pg), count) for pg, count in groups], policy)
+
+
+def shape_of(group: FSDPParamGroup, policy: CieraPolicy) -> GroupShape:
+    """The shape of a live group; its root must have run its first forward."""
+    dtype = gather_dtype(group)
+    _, names, sizes = param_names_and_sizes(group, dtype)
+    return GroupShape(tuple(names), tuple(sizes), dtype, shard_world_size(group), spans_of_group(group, policy))

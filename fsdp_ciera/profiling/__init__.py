@@ -1,0 +1,1 @@
+"""Looking on: how often weights change in training, and where the time of a step goes."""
