@@ -10,11 +10,13 @@ and write, whatever the kernel does beyond that; the copy counts both its reads 
     planes          exponents, and signs with mantissas: together as much as the values
     bitmap          a bit for each value
     changes         a byte for each move, and each literal and each changed value of the cache
+    octets          on CUDA: the eight values around each change, which are read and written together
 
 On CUDA launches are queued behind a kernel that sleeps, and timed by events on the device, so that no time of the host is in
-it; a batch goes round buffers that together are larger than twice the L2 cache. The functions are those that do not wait (scan,
-compact, apply of kernels/cuda.py), counting and summing up included. On CPU times are the process's CPU seconds (with --threads
-other than 1, wall time), each case in turn with the copy; buffers smaller than the CPU's caches stay there. All are medians.
+it; a batch goes round buffers that together are larger than twice the L2 cache. The functions are the tile kernels
+(kernels/cuda.py), of one peer and one run, sums and sizes included: `find` is scan, change_sizes, section_table and pack. On
+CPU times are the process's CPU seconds (with --threads other than 1, wall time), each case in turn with the copy; buffers
+smaller than the CPU's caches stay there. All are medians.
 
 Values are normal numbers, a share of which changed between two gathers, most by one unit in the last place; kernels go forth
 and back between both. --reference times the torch reference too; on CUDA that waits for the device, as it must.
@@ -41,11 +43,13 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fsdp_ciera.kernels import cuda, host, reference
-from fsdp_ciera.kernels.changes import Form, Received
+from fsdp_ciera.kernels import cuda, host, reference, reference_tiles
+from fsdp_ciera.kernels.changes import BYTE_ESCAPE, Form, Received
 from fsdp_ciera.kernels.dispatch import Kernels, chosen_for, kernels_of
 from fsdp_ciera.kernels.formats import FORMATS, FloatFormat, packed_bytes
+from fsdp_ciera.kernels.heads import TILES
 from fsdp_ciera.kernels.launch import PTX_FILE
+from fsdp_ciera.kernels.tiles import Payloads, SectionRoom, TileKernels, Tiles, make_tiles
 
 BLOCK_SIZE = 512
 SHARES = (0.012, 0.08)  # what AdamW changes at an LR of 1e-5, and of 1e-4
@@ -268,36 +272,22 @@ class Changing:
         self.found = [
             kernels.find_changes(now, last.clone(), fmt, Form()) for now, last in ((before, after), (after, before))
         ]
-        room = max(len(found.moves) for found in self.found), max(len(found.literals) for found in self.found)
-        self._moves = torch.empty(room[0], dtype=torch.uint8, device=before.device)
-        self._literals = torch.empty(room[1], dtype=fmt.int_dtype, device=before.device)
-        self._damage = torch.zeros(1, dtype=torch.int32, device=before.device)
 
     def find(self) -> None:
         self.turn += 1
-        fresh, form = self.states[self.turn % 2], Form()
-        if self._kernels is not cuda:
-            self._kernels.find_changes(fresh, self.last, self._fmt, form)
-            return
-        found = cuda.scan(fresh, self.last, self._fmt, form.escape)
-        cuda.compact(fresh, self.last, self._fmt, form.escape, found, self._moves, self._literals)
+        self._kernels.find_changes(self.states[self.turn % 2], self.last, self._fmt, Form())
 
     def apply(self) -> None:
         self.turn += 1
-        found, form = self.found[self.turn % 2], Form()
+        found = self.found[self.turn % 2]
         assert found.changed is not None
-        if self._kernels is not cuda:
-            received = Received(form, found.changed, None, found.small_moves, found.moves, found.literals)
-            self._kernels.apply_changes(self.last, self._fmt, received, self.out)
-            return
-        cuda.apply(
-            self.last, self._fmt, form.escape, found.changed, found.moves, found.literals, self.out, self._damage
-        )
+        received = Received(Form(), found.changed, None, found.small_moves, found.moves, found.literals)
+        self._kernels.apply_changes(self.last, self._fmt, received, self.out)
 
     def is_right(self) -> bool:
         """Whether the cache, and what was written out, are what the last call should have made of them."""
         now = self.states[self.turn % 2]
-        return same_bits(self.last, now) and (not len(self.out) or same_bits(self.out, now)) and not self._damage.item()
+        return same_bits(self.last, now) and (not len(self.out) or same_bits(self.out, now))
 
 
 def scan_cases(kernels: Kernels, fmt: FloatFormat, values: torch.Tensor, timer: Timer) -> Iterator[Case]:
@@ -305,12 +295,7 @@ def scan_cases(kernels: Kernels, fmt: FloatFormat, values: torch.Tensor, timer: 
     num_bytes = 2 * values.nbytes + packed_bytes(len(values), 1)
     pairs = [(values.clone(), values.clone()) for _ in range(timer.num_sets(num_bytes))]
 
-    def scan(fresh: torch.Tensor, last: torch.Tensor) -> object:
-        if kernels is cuda:
-            return cuda.scan(fresh, last, fmt, Form().escape)
-        return kernels.find_changes(fresh, last, fmt, Form())
-
-    calls: list[Call] = [partial(scan, *pair) for pair in pairs]
+    calls: list[Call] = [partial(kernels.find_changes, *pair, fmt, Form()) for pair in pairs]
     yield Case("scan", None, "2 x values, bitmap", num_bytes, calls, lambda: same_bits(*pairs[0]))
 
 
@@ -333,6 +318,142 @@ def change_cases(kernels: Kernels, fmt: FloatFormat, values: torch.Tensor, timer
         yield Case("apply", share, "values, out, bitmap, changes", num_bytes, calls, sets[0].is_right)
 
 
+def host_cases(kernels: Kernels, fmt: FloatFormat, values: torch.Tensor, timer: Timer) -> Iterator[Case]:
+    """Of the kernels that work on one run on CPU."""
+    for cases in (plane_cases, scan_cases, change_cases):
+        yield from cases(kernels, fmt, values, timer)
+
+
+# ---- the same of tile kernels: one peer, one run
+
+
+def tile_cases(kernels: TileKernels, fmt: FloatFormat, values: torch.Tensor, timer: Timer) -> Iterator[Case]:
+    """Of the kernels that work on all runs of all peers. Names are those of `host_cases`."""
+    num_values, value_bytes, device = len(values), values.nbytes, values.device
+    tiles = make_tiles([(0, num_values)], device, block_size=BLOCK_SIZE)
+    sets = [values.clone() for _ in range(timer.num_sets(value_bytes))]
+    hashes: list[Call] = [partial(kernels.hash_blocks, own, tiles, fmt, None) for own in sets]
+    yield Case("hash", None, "values, hashes", value_bytes + 16 * tiles.num_blocks, hashes, lambda: True)
+    sums: list[Call] = [partial(kernels.checksum, own.view(1, -1)) for own in sets]
+    yield Case("checksum", None, "values", value_bytes, sums, lambda: True)
+
+    plane_bytes = num_values + fmt.remainder_bytes(num_values)
+    sets = sets[: timer.num_sets(value_bytes + plane_bytes)]
+    planes = [SentPlanes(tiles, fmt, device) for _ in sets]
+    splits: list[Call] = [partial(to.split, kernels, own) for own, to in zip(sets, planes, strict=True)]
+    yield Case("split", None, "values, planes", value_bytes + plane_bytes, splits, lambda: True)
+    for own, to in zip(sets, planes, strict=True):
+        to.split(kernels, own)
+        own.zero_()
+    merges: list[Call] = [partial(of.merge, kernels, own) for own, of in zip(sets, planes, strict=True)]
+    yield Case("merge", None, "planes, out", value_bytes + plane_bytes, merges, lambda: same_bits(sets[0], values))
+
+    flat = make_tiles([(0, num_values)], device, state_is_flat=True)
+    num_bytes = 2 * value_bytes + packed_bytes(num_values, 1)
+    pairs = [(values.clone(), values.clone()) for _ in range(timer.num_sets(num_bytes))]
+    scans: list[Call] = [partial(kernels.scan_values, *pair, flat, fmt, BYTE_ESCAPE) for pair in pairs]
+    yield Case("scan", None, "2 x values, bitmap", num_bytes, scans, lambda: same_bits(*pairs[0]))
+    for share in SHARES:
+        after = make_changed(values, fmt, share)
+        changing = [
+            TileChanging(kernels, fmt, flat, values.clone(), after.clone()) for _ in range(timer.num_sets(num_bytes))
+        ]
+        del after
+        sent_bytes, octet_bytes = changing[0].sent_bytes(), changing[0].octet_bytes()
+        finds: list[Call] = [one.find for one in changing]
+        yield Case("find", share, "2 x values, bitmap, changes", num_bytes + sent_bytes, finds, changing[0].has_found)
+        applies: list[Call] = [one.apply for one in changing]
+        yield Case(
+            "apply", share, "bitmap, changes, octets", sent_bytes + octet_bytes, applies, changing[0].has_applied
+        )
+
+
+class SentPlanes:
+    """A payload with the planes of one rank, and the exponents that a receiver keeps of it."""
+
+    def __init__(self, tiles: Tiles, fmt: FloatFormat, device: torch.device) -> None:
+        self.tiles, self.fmt = tiles, fmt
+        self.low_bytes = tiles.num_plane_values * fmt.low_bytes
+        num_bytes = self.low_bytes + packed_bytes(tiles.num_plane_values, fmt.top_bits)
+        self.data = torch.empty(1, num_bytes, dtype=torch.uint8, device=device)
+        self.exponents = torch.empty(1, tiles.num_state_values, dtype=torch.uint8, device=device)
+        row_ok = torch.ones(1, dtype=torch.int32, device=device)
+        self.payloads = Payloads(self.data, 1, row_ok, 0, 0, 0)
+
+    def split(self, kernels: TileKernels, values: torch.Tensor) -> None:
+        low, top = self.data[0, : self.low_bytes], self.data[0, self.low_bytes :]
+        kernels.split_tiles(values, self.tiles, self.fmt, low, top if self.fmt.top_bits else None, self.exponents[0])
+
+    def merge(self, kernels: TileKernels, out: torch.Tensor) -> None:
+        kernels.merge_rows(self.exponents, self.payloads, 0, self.tiles, self.fmt, out[None])
+
+
+class TileChanging:
+    """One set of buffers for find and apply: two states of the values, between which every call goes forth or back."""
+
+    TABLE_BYTES, ARENA_AT = 40, 48
+
+    def __init__(
+        self, kernels: TileKernels, fmt: FloatFormat, tiles: Tiles, before: torch.Tensor, after: torch.Tensor
+    ) -> None:
+        self._kernels, self._fmt, self._tiles = kernels, fmt, tiles
+        self.states, self._rows = (before, after), before.clone()[None]
+        device = before.device
+        self._damage = torch.zeros(1, dtype=torch.int32, device=device)
+        self._row_ok = torch.ones(1, dtype=torch.int32, device=device)
+        room = 2 * before.nbytes + 4096
+        self._arenas = [torch.zeros(room, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._tables = [torch.empty(0)] * 2
+        self._found = self._applied = 0  # the numbers of the states that the last calls led to
+        for _ in range(2):
+            self.find()
+        self._sent = [self._payload(number) for number in range(2)]
+
+    def find(self) -> None:
+        self._found = number = 1 - self._found
+        fresh, last, tiles, fmt = self.states[number], self.states[1 - number], self._tiles, self._fmt
+        scan = self._kernels.scan_values(fresh, last, tiles, fmt, BYTE_ESCAPE)
+        sizes = self._kernels.change_sizes(scan, tiles, fmt.item_bytes)
+        table = self._tables[number] = self._kernels.section_table(sizes, self.TABLE_BYTES, TILES)
+        room = SectionRoom(self._arenas[number], table, self.ARENA_AT, 0, self.TABLE_BYTES)
+        self._kernels.pack_values(fresh, last, tiles, fmt, BYTE_ESCAPE, scan, room)
+
+    def apply(self) -> None:
+        self._applied = 1 - self._applied
+        self._apply(self._sent[self._applied], self._rows)
+
+    def _apply(self, payloads: Payloads, rows: torch.Tensor) -> None:
+        self._kernels.apply_values(payloads, self._tiles, self._fmt, BYTE_ESCAPE, rows, self._damage)
+
+    def _payload(self, number: int) -> Payloads:
+        """What leads to a state."""
+        arena = self._arenas[number]
+        data = torch.zeros(1, self.ARENA_AT + len(arena), dtype=torch.uint8, device=arena.device)
+        data[0, : self.TABLE_BYTES] = self._tables[number].view(torch.uint8)
+        data[0, self.ARENA_AT :] = arena
+        return Payloads(data, 1, self._row_ok, 0, self.TABLE_BYTES, 0)
+
+    def sent_bytes(self) -> int:
+        """Of all sections."""
+        return (int(self._tables[1][-1]) & (1 << 56) - 1) - self.ARENA_AT
+
+    def octet_bytes(self) -> int:
+        """Of the octets in which something changed, read and written."""
+        before, after = (state.view(self._fmt.int_dtype) for state in self.states)
+        differs = torch.nn.functional.pad(before != after, (0, -len(before) % 8)).view(-1, 8)
+        return 2 * 8 * self._fmt.item_bytes * int(differs.any(dim=1).sum())
+
+    def has_found(self) -> bool:
+        """Whether what the last call of find packed leads from one state to the other."""
+        rows = self.states[1 - self._found].clone()[None]
+        self._apply(self._payload(self._found), rows)
+        return same_bits(rows[0], self.states[self._found]) and not self._damage.item()
+
+    def has_applied(self) -> bool:
+        """Whether the row is in the state that the last call of apply led to."""
+        return same_bits(self._rows[0], self.states[self._applied]) and not self._damage.item()
+
+
 def measure(
     device: torch.device,
     fmt: FloatFormat,
@@ -342,9 +463,15 @@ def measure(
     console: Console,
 ) -> list[Rate]:
     """All cases, with a progress bar. Sizes are in MiB of bf16, so of half as many values in 2**20."""
-    implementations: dict[str, Kernels] = {chosen_for(device): kernels_of(torch.empty(0, device=device))}
-    if with_reference:
-        implementations["reference"] = reference
+    implementations: dict[str, Callable[[FloatFormat, torch.Tensor, Timer], Iterator[Case]]]
+    if chosen_for(device) == "cuda":
+        implementations = {"cuda": partial(tile_cases, cuda)}
+        if with_reference:
+            implementations["reference"] = partial(tile_cases, reference_tiles)
+    else:
+        implementations = {chosen_for(device): partial(host_cases, kernels_of(torch.empty(0, device=device)))}
+        if with_reference:
+            implementations["reference"] = partial(host_cases, reference)
     rates: list[Rate] = []
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     num_cases = (5 + 2 * len(SHARES)) * len(sizes_mib) * len(implementations)
@@ -357,22 +484,21 @@ def measure(
             for _ in range(timer.num_sets(copied_bytes)):
                 source, target = values.clone(), values.clone()
                 copies.append(partial(target.copy_, source))
-            for implementation, kernels in implementations.items():
-                for cases in (plane_cases, scan_cases, change_cases):
-                    for case in cases(kernels, fmt, values, timer):
-                        progress.update(task, description=f"{mib} MiB, {implementation}: {case.name}")
-                        for call in (*case.calls, *case.calls):
-                            call()
-                        assert case.is_right(), f"{case.name} of {implementation} gives wrong results"
-                        may_queue = kernels is cuda
-                        seconds, copy_seconds, waited = timer.seconds(case.calls, copies, may_queue)
-                        assert case.is_right(), f"{case.name} of {implementation} gives wrong results"
-                        speed, copy_speed = case.num_bytes / seconds / 1e9, copied_bytes / copy_seconds / 1e9
-                        rates.append(Rate(
-                            case.kernel, case.changed, implementation, fmt.name, mib, case.counted, case.num_bytes,
-                            seconds, copy_seconds, speed, copy_speed, 100 * speed / copy_speed, waited,
-                        ))  # fmt: skip
-                        progress.advance(task)
+            for implementation, cases in implementations.items():
+                for case in cases(fmt, values, timer):
+                    progress.update(task, description=f"{mib} MiB, {implementation}: {case.name}")
+                    for call in (*case.calls, *case.calls):
+                        call()
+                    assert case.is_right(), f"{case.name} of {implementation} gives wrong results"
+                    may_queue = implementation == "cuda"
+                    seconds, copy_seconds, waited = timer.seconds(case.calls, copies, may_queue)
+                    assert case.is_right(), f"{case.name} of {implementation} gives wrong results"
+                    speed, copy_speed = case.num_bytes / seconds / 1e9, copied_bytes / copy_seconds / 1e9
+                    rates.append(Rate(
+                        case.kernel, case.changed, implementation, fmt.name, mib, case.counted, case.num_bytes,
+                        seconds, copy_seconds, speed, copy_speed, 100 * speed / copy_speed, waited,
+                    ))  # fmt: skip
+                    progress.advance(task)
     return rates
 
 

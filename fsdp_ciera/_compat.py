@@ -10,9 +10,11 @@ directly, as FSDP2 itself does for symmetric memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
 from functools import wraps
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -74,16 +76,23 @@ __all__ = [
     "FSDPParamGroup",
     "all_gather_bytes",
     "all_gather_flat",
+    "all_reduce_max",
+    "ambient_defaults",
+    "broadcast_bytes",
     "check_torch_version",
     "default_store",
     "gather_dtype",
     "gather_groups",
     "gather_input",
+    "gather_length",
     "get_comm",
     "group_phase",
     "is_default_comm",
+    "is_in_pass",
+    "makes_own_inputs",
     "names_are_known",
     "new_local_group",
+    "next_process_group",
     "param_groups",
     "param_names_and_sizes",
     "restore_default_comm",
@@ -93,6 +102,7 @@ __all__ = [
     "sibling_groups",
     "torch_fully_shard",
     "watch_groups",
+    "watch_passes",
 ]
 
 
@@ -102,26 +112,75 @@ def all_gather_flat(output: torch.Tensor, local: torch.Tensor, group: dist.Proce
     return gather(output, local, group=group, async_op=async_op)
 
 
+def _device_of_numbers(group: dist.ProcessGroup) -> torch.device:
+    """Where this process group takes small messages: on CPU, unless it has backends for other devices only (NCCL alone).
+    Process groups in Python and those of threads list no device, and take CPU tensors."""
+    kinds = {device.type for device in group._device_types}
+    if not kinds or "cpu" in kinds or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def all_gather_bytes(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """uint8 [n] on CPU, the same n on every rank -> uint8 [world_size, n] on CPU.
+    """uint8 [n] on CPU, the same n on every rank -> uint8 [world_size, n] on CPU. The host waits."""
+    told = local.to(_device_of_numbers(group))
+    gathered = torch.empty(group.size() * told.numel(), dtype=torch.uint8, device=told.device)
+    all_gather_flat(gathered, told, group, async_op=False)
+    return gathered.view(group.size(), -1).cpu()
 
-    A process group without a CPU backend (NCCL alone) moves them over its GPUs, and the host waits.
+
+def broadcast_bytes(data: bytes, group: dist.ProcessGroup) -> bytes:
+    """The bytes of the group's first rank, on all ranks. The host waits."""
+    device = _device_of_numbers(group)
+    size = torch.full((1,), len(data), dtype=torch.int64, device=device)
+    dist.broadcast(size, group=group, group_src=0)
+    told = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if group.rank() == 0:
+        told.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(told, group=group, group_src=0)
+    return bytes(told.cpu().numpy())
+
+
+def all_reduce_max(numbers: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """int64 of any shape, in place: the largest of each over all ranks. On the device of `numbers`, where the group takes
+    that."""
+    kinds = {device.type for device in group._device_types}
+    if not kinds or numbers.device.type in kinds:
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+        return
+    told = numbers.to(_device_of_numbers(group))
+    dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+    numbers.copy_(told)
+
+
+def new_local_group(ranks: Sequence[int], parent: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    """A process group of these global ranks with the backends and the timeout of `parent`; collective over them alone. `name`
+    must be the same for all of them, and never used before.
+
+    [Note: Names of process groups] c10d names a group that only its members make after a count of this process, and the members
+    meet in the store under that name. Where a rank has made more groups than another (a group for logging, one of the first
+    and last stage), the counts differ, and the members wait for each other for ever. So the name is given.
+    Test: test_faults.py, other process groups.
     """
-    has_cpu = any(device.type == "cpu" for device in group._device_types)
-    told = local if has_cpu else local.cuda()
-    gathered = torch.empty(group.size(), told.numel(), dtype=torch.uint8, device=told.device)
-    all_gather_flat(gathered.view(-1), told, group, async_op=False)
-    return gathered.cpu()
-
-
-def new_local_group(ranks: Sequence[int], parent: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A process group of these global ranks with the backends and the timeout of `parent`; collective over them alone."""
-    backend = parent._get_backend(torch.device("cpu"))
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-    config = dist.get_backend_config(parent)
-    group = dist.new_group(list(ranks), timeout=timeout, backend=config, use_local_synchronization=True)
+    with mock.patch.object(dist.distributed_c10d, "_hash_ranks_to_str", lambda _: name):
+        group = dist.new_group(
+            list(ranks),
+            timeout=_timeout_of(parent),
+            backend=dist.get_backend_config(parent),
+            use_local_synchronization=True,
+        )
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Of whichever backend says one."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
 
 
 def default_store() -> Any:
@@ -194,29 +253,58 @@ def sharded_parameters(group: FSDPParamGroup) -> list[tuple[nn.Parameter, int, t
 
 
 def _gathered_tensors(param: Any) -> Sequence[torch.Tensor]:
-    if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
-        return ()  # an extension makes its own inputs: the layout then falls back to one raw run
     if param.sharded_state.name == "SHARDED_POST_FORWARD":
         return (param._sharded_post_forward_param_data,)
     return (param._sharded_param_data,)
 
 
-def gather_input(group: FSDPParamGroup) -> tuple[dist.ProcessGroup, torch.Tensor] | None:
-    """The process group of the next forward gather, and what FSDP2 would put into this rank's slot of it [num_values].
+def _makes_own_inputs(param: Any) -> bool:
+    """Whether the parameter is of a tensor subclass that makes its own gather inputs (torchao's float8, and others)."""
+    return hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather")
 
-    `None` unless all parameters are sharded now, and for parameters that make their own gather inputs. Cost: the cast and
-    copy that the gather makes.
+
+def makes_own_inputs(group: FSDPParamGroup) -> bool:
+    """Whether some parameter of the group makes its own gather inputs: their number, sizes and dtypes are known in the gather
+    only. They are taken to be one tensor of the shard's length each, until a gather says otherwise."""
+    return any(_makes_own_inputs(param) for param in group.fsdp_params)
+
+
+def next_process_group(group: FSDPParamGroup) -> dist.ProcessGroup | None:
+    """What FSDP2 will gather the group over, in its present state; `None` for a group that is not sharded."""
+    if getattr(group.mesh_info, "shard_process_group", None) is None:
+        return None
+    return group._all_gather_process_group
+
+
+def gather_input(group: FSDPParamGroup, dtype: torch.dtype, num_values: int) -> torch.Tensor | None:
+    """What FSDP2 would put into this rank's slot of the next gather, [num_values] of `dtype`.
+
+    `None` while the parameters are gathered, or where they make something else. Cost: the cast and copy that the gather makes.
     """
     params = group.fsdp_params
-    if any(
-        p.sharded_state.name != "SHARDED" or hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in params
-    ):
+    if any(param.sharded_state.name not in ("SHARDED", "SHARDED_POST_FORWARD") for param in params):
         return None
-    inputs = [tensor for param in params for tensor in param.all_gather_inputs]
-    if gather_dtype(group) == torch.uint8:
-        inputs = [tensor.view(torch.uint8) for tensor in inputs]
-    process_group = cast(Any, group.mesh_info).shard_process_group
-    return process_group, torch.cat([tensor.reshape(-1) for tensor in inputs])
+    values = torch.empty(num_values, dtype=dtype, device=group.device)
+    start = 0
+    for param in params:
+        own = _makes_own_inputs(param) or param.offload_to_cpu
+        for tensor in param.all_gather_inputs if own else _gathered_tensors(param):
+            cast_dtype = tensor.dtype if own else param.param_dtype or tensor.dtype
+            if dtype == torch.uint8 and cast_dtype != dtype:
+                tensor = tensor.to(cast_dtype).view(torch.uint8)
+            elif cast_dtype != dtype:
+                return None
+            stop = start + tensor.numel()
+            if stop > num_values:
+                return None
+            values[start:stop].copy_(tensor.reshape(-1))
+            start = stop
+    return values if start == num_values else None
+
+
+def gather_length(group: FSDPParamGroup, dtype: torch.dtype) -> int:
+    """Values of `dtype` that the group would contribute to its next gather."""
+    return sum(param_names_and_sizes(group, dtype)[2])
 
 
 def names_are_known(group: FSDPParamGroup) -> bool:
@@ -267,6 +355,66 @@ def sibling_groups(group: FSDPParamGroup) -> list[FSDPParamGroup]:
     # fully_shard([a, b]) gives two modules one state, which torch before 2.12 lists twice
     groups = {id(sibling): sibling for other in state._state_ctx.all_states for sibling in _groups_of_state(other)}
     return list(groups.values()) if id(group) in groups else [group]
+
+
+@contextmanager
+def ambient_defaults(device: torch.device) -> Iterator[None]:
+    """While the block lasts, what a user has set does not reach our tensors: inference mode, gradients, a default device."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        if torch.get_default_device().type != device.type:
+            stack.enter_context(device)
+        yield
+
+
+def is_in_pass(group: FSDPParamGroup) -> bool:
+    """Whether a forward pass under the group's root runs now, or a backward pass: then no optimizer step is expected."""
+    state = cast(FSDPModule, group.modules[0])._get_fsdp_state()
+    context = state._state_ctx
+    return (
+        context.iter_forward_root is not None
+        or context.post_backward_final_callback_queued
+        or group._training_state in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
+    )
+
+
+def watch_passes(group: FSDPParamGroup, on_begin: Callable[[], None]) -> Callable[[], None]:
+    """Calls `on_begin` when a forward pass begins under the group's root, on all ranks that run it, before anything is
+    gathered. -> what ends the watch. The root must have run its first forward.
+
+    [Note: What begins a pass] The first module whose forward runs while no other's does: mostly the root, but users call
+    parts of a model as well, and methods other than forward (`register_fsdp_forward_method`, which no module hook sees). FSDP2
+    has one place for all of these. A forward in the middle of a backward is recomputation, and begins nothing.
+    Test: test_agreement.py, what begins a pass.
+    """
+    context = cast(FSDPModule, group.modules[0])._get_fsdp_state()._state_ctx
+    watchers: list[Callable[[], None]] | None = getattr(context, "_fsdp_ciera_watchers", None)
+    if watchers is None:
+        watchers = context._fsdp_ciera_watchers = []  # type: ignore[attr-defined]
+        for state in context.all_states:
+            state._root_pre_forward = _watched(state._root_pre_forward, context, watchers)
+    watchers.append(on_begin)
+
+    def end() -> None:
+        watchers.remove(on_begin)
+        if not watchers:
+            del context._fsdp_ciera_watchers  # type: ignore[attr-defined]
+            for state in context.all_states:
+                vars(state).pop("_root_pre_forward", None)
+
+    return end
+
+
+def _watched(original: Callable[..., Any], context: Any, watchers: Sequence[Callable[[], None]]) -> Callable[..., Any]:
+    @wraps(original)
+    def root_pre_forward(*args: Any, **kwargs: Any) -> Any:
+        if context.iter_forward_root is None and not context.post_backward_final_callback_queued:
+            for on_begin in watchers:
+                on_begin()
+        return original(*args, **kwargs)
+
+    return root_pre_forward
 
 
 @contextmanager

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from fsdp_ciera._compat import (
     FSDPModule,
     FSDPParamGroup,
+    ambient_defaults,
     get_comm,
     is_default_comm,
     param_groups,
@@ -23,11 +23,8 @@ from fsdp_ciera._compat import (
 )
 from fsdp_ciera.errors import CieraConflictError, CieraDesyncError, CieraMismatchError, CieraPeerError, CieraPolicyError
 from fsdp_ciera.gather.collective import CieraAllGather
-from fsdp_ciera.gather.device_settle import settle_on_device
-from fsdp_ciera.gather.device_stream import DeviceStream
-from fsdp_ciera.gather.sizes import settle_ahead
-from fsdp_ciera.gather.stream import Stream
 from fsdp_ciera.policy import CieraPolicy
+from fsdp_ciera.session import Session
 from fsdp_ciera.statistics import CieraStats
 
 ModuleT = TypeVar("ModuleT", nn.Module, list[nn.Module])
@@ -67,7 +64,7 @@ def fully_shard(module: ModuleT, *, ciera_policy: CieraPolicy | None = None, **f
             )
     sharded = torch_fully_shard(module, **fsdp_arguments)
     for group in param_groups(modules[0]):
-        set_comm(group, CieraAllGather(group, ciera_policy))
+        set_comm(group, CieraAllGather(group, ciera_policy, Session.of))
     return cast(ModuleT, sharded)
 
 
@@ -104,7 +101,7 @@ def attach(model: nn.Module, policy: CieraPolicy) -> AttachReport:
             )
     groups = list(_groups(model))
     for _, group in groups:
-        set_comm(group, CieraAllGather(group, policy))
+        set_comm(group, CieraAllGather(group, policy, Session.of))
     world_size = max((shard_world_size(group) for _, group in groups), default=1)
     return AttachReport(tuple(name for name, _ in found), len(groups), world_size)
 
@@ -116,6 +113,8 @@ def detach(model: nn.Module) -> None:
         if isinstance(comm, CieraAllGather):
             restore_default_comm(group)
             comm.release()
+            if isinstance(comm.session, Session):
+                comm.session.remove(comm)
 
 
 def invalidate(model: nn.Module) -> None:
@@ -129,53 +128,38 @@ def invalidate(model: nn.Module) -> None:
 
 
 def settle_sizes(model: nn.Module) -> int:
-    """Settles the payload sizes of all groups of `model` at once, for all gathers until the weights change.
+    """Agrees on the payloads of all groups of `model` at once, right now.
 
-    Optional. Call it on all ranks right after `optimizer.step()`: all groups encode together and exchange one batch of
-    headers per process group, and then each gather is one collective instead of two. Groups that have not been gathered yet,
-    that are gathered now, or that are sent raw are left out, and so are the backward gathers of
-    `reshard_after_forward=<int>`. Whoever changes weights afterwards need not call it again: the next gather notices, on all
-    ranks, and settles its own sizes (in full when it is the first one after this call).
+    Optional: the first gather of a forward pass does it by itself. Call it on all ranks after `optimizer.step()` where the wait
+    in_order = sorted(
+        process_groups.values(), key=lambda pg: (-pg.size(), dist.get_process_group_ranks(pg), pg.group_name)
+    )
+    are gathered now, are left out, and so are the backward gathers of `reshard_after_forward=<int>`. Weights may change
+    afterwards: on CPU the next gather notices, on all ranks, and sends the shards as they are; on CUDA the next pass agrees
+    once more.
 
-    On CUDA gathers are compressed only after this call, and until weights change again: whoever changes them afterwards
-    (an optimizer step, `load_state_dict`) must call it again before the next forward, or gets a `CieraDesyncError` some
-    gathers later (see `fsdp_ciera.gather.device_stream`, [Note: Told ahead]). The host waits here, and in no gather.
-
-    Returns the number of groups settled. Memory: the encoded shards of all groups until their first gather (for
-    `value_delta` what changed; for the other codecs about half of this rank's shard of the model), and while it runs
-    this rank's shards of all groups, cast. Raises on all ranks
-    together as a gather does.
+    Returns the number of groups settled. Memory: the encoded changes of all groups until their first gather. Communication: one
+    small all-reduce a process group. Raises on all ranks together as a gather does.
     """
-    comms = list(_comms(model))
-    on_cpu: dict[str, list[tuple[CieraAllGather, Stream, torch.Tensor]]] = {}
-    on_device: dict[str, tuple[CieraAllGather, dist.ProcessGroup, list[tuple[DeviceStream, torch.Tensor]]]] = {}
+    sessions = list({id(s): s for s in (comm.session for comm in _comms(model)) if isinstance(s, Session)}.values())
+    process_groups = {pg.group_name: pg for session in sessions for pg in session.process_groups()}
+    # ranks may hold other process groups, and must come to those they share in one order
+    in_order = sorted(
+        process_groups.values(), key=lambda pg: (-pg.size(), dist.get_process_group_ranks(pg), pg.group_name)
+    )
     error: Exception | None = None
-    with torch.inference_mode(False), torch.no_grad():
-        for comm in comms:
-            comm.end_epochs()
-            group = comm.device_group()
-            if group is not None:  # also where this rank has nothing to settle: the others may
-                on_device.setdefault(group.group_name, (comm, group, []))
-        for comm in comms:
-            found = comm.shard_to_settle()
-            if found is None:
-                continue
-            stream, local = found
-            if isinstance(stream, DeviceStream):
-                on_device[stream.group.group_name][2].append((stream, local))
-            else:
-                on_cpu.setdefault(stream.group.group_name, []).append((comm, stream, local))
-        for batch in on_cpu.values():
-            sent_bytes = settle_ahead([(stream, local) for _, stream, local in batch], batch[0][1].group)
-            batch[0][0].count_settling(sent_bytes)
-        for comm, group, shards in on_device.values():
-            try:  # ranks of other process groups may fail where these do not: all meet in all of them
-                comm.count_settling(settle_on_device(shards, group))
-            except (CieraDesyncError, CieraMismatchError, CieraPeerError) as failure:
-                error = error or failure
+    num_settled = 0
+    for process_group in in_order:
+        for session in sessions:
+            if any(pg.group_name == process_group.group_name for pg in session.process_groups()):
+                try:  # ranks of other process groups may fail where these do not: all meet in all of them
+                    with ambient_defaults(session.backend.device):
+                        num_settled += session.settle(process_group)
+                except (CieraDesyncError, CieraMismatchError, CieraPeerError) as failure:
+                    error = error or failure
     if error is not None:
         raise error
-    return sum(map(len, on_cpu.values())) + sum(len(shards) for _, _, shards in on_device.values())
+    return num_settled
 
 
 def stats(model: nn.Module) -> CieraStats:
@@ -193,9 +177,9 @@ def stats(model: nn.Module) -> CieraStats:
     report = CieraStats(world_size=max(shard_world_size(comm.param_group) for comm in comms))
     for comm in comms:
         report.merge(comm.stats())
-        plan = comm.cohort.plan if comm.cohort is not None else None
-        if plan is not None and not any(plan is other for other in report.plans):
-            report.plans.append(plan)
+        for plan in comm.session.plans if isinstance(comm.session, Session) else ():
+            if not any(plan is other for other in report.plans):
+                report.plans.append(plan)
     return report
 
 

@@ -1,215 +1,350 @@
-"""The kernels on CUDA: launches of native/kernels.cu on torch's current stream.
+"""The tile kernels on CUDA (tiles.TileKernels): launches of native/kernels.cu on torch's current stream.
 
-The functions that dispatch.py asks for are those of reference.py. Nothing waits for the device, but for `find_changes`
-(which must know how much it found), `apply_changes` and `count_bits` (which tell it). Those who may not wait use `scan`,
-`compact` and `apply`:
+No function here waits for the device or copies to or from it, and how many launches one makes depends neither on the number
+of peers nor on that of runs. Counts stay on the device; what is wrong with payloads is said by bits of a flag there.
 
-    scan       bitmap, and how many values changed up to each CTA, on the device
-    (read the last of these counts when waiting is allowed, once for many runs)
-    compact    moves and literals into room of that size
-    apply      the inverse; damage is told by a flag on the device
+    sender      scan -> change_sizes -> section_table -> pack, for values or exponents; hash -> block_sizes -> ... for blocks
+    receiver    check_heads -> apply, or put, then merge
 
-What is read one value after the other (classes of values, gaps) is no work for a GPU: the torch reference serves there, and
-codecs that ask for `reads_in_sequence` do without.
+What the functions do is said in tiles.py, and in reference_tiles.py with worked examples.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from fsdp_ciera.kernels import reference
-from fsdp_ciera.kernels.changes import Changes, Form, Received, Used
+from fsdp_ciera.kernels import launch
+from fsdp_ciera.kernels.changes import BYTE_ESCAPE
 from fsdp_ciera.kernels.formats import FloatFormat, packed_bytes
-from fsdp_ciera.kernels.launch import Argument, kernel_module
-from fsdp_ciera.kernels.reference import bits_of_gaps, gaps_of_bits, gather_bits
-
-__all__ = [
-    "apply", "apply_changes", "bits_of_gaps", "checksum", "compact", "count_bits", "find_changes", "gaps_of_bits",
-    "gather_bits", "hash_blocks", "merge_planes", "put_blocks", "reads_in_sequence", "scan", "split_planes", "take_blocks",
-]  # fmt: skip
+from fsdp_ciera.kernels.heads import ALIGNMENT, CODING_SHIFT, HEAD_BYTES
+from fsdp_ciera.kernels.launch import Argument
+from fsdp_ciera.kernels.tiles import GROUP_BLOCKS, PLANE_PADDING, TILE_BYTES, Payloads, Scan, SectionRoom, Tiles
 
 NUM_THREADS = 256
-TILE_VALUES = 8  # kTile
-CTA_VALUES = NUM_THREADS * TILE_VALUES
-WARPS = NUM_THREADS // 32
+"""Of a CTA; kThreads of native/cta.cuh."""
+NUM_WARPS = NUM_THREADS // 32
+CTA_BYTES = 8 * NUM_THREADS
+"""Of a row, that a CTA of checksum handles at once."""
+MOST_CHECKSUM_CTAS = 1024
+"""A row's others follow in a loop: each CTA ends in atomic additions."""
 
-reads_in_sequence = False
-"""See dispatch.Kernels."""
 
-
-def _launch(name: str, grid: int | tuple[int, int], tensor: torch.Tensor, *args: Argument | None) -> None:
+def _launch(name: str, grid: tuple[int, int], *args: Argument | None) -> None:
+    """On the device of the first argument that is a tensor. `None` is a null pointer."""
+    device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
     values = (0 if arg is None else arg for arg in args)
-    kernel_module(tensor.device).launch(name, grid, NUM_THREADS, *values, device=tensor.device)
+    launch.kernel_module(device).launch(name, grid, NUM_THREADS, *values, device=device)
 
 
-def _num_ctas(num_values: int) -> int:
-    return -(-num_values // CTA_VALUES)
+def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory that a kernel fills. (Apart, so that tests can lend memory of which they know what was written.)"""
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _name(fmt: FloatFormat | None) -> str:
-    return "byte" if fmt is None else fmt.name
+def _payload_args(payloads: Payloads) -> tuple[Argument, ...]:
+    """struct Payloads of native/payloads.cuh."""
+    data = payloads.data
+    return (
+        data, data.stride(0), data.shape[1], payloads.own, payloads.row_ok, payloads.table_at, payloads.sections_at,
+        payloads.first,
+    )  # fmt: skip
 
 
-def hash_blocks(values: torch.Tensor, fmt: FloatFormat, block_size: int) -> torch.Tensor:
-    """See reference.hash_blocks."""
-    num_blocks = -(-len(values) // block_size)
-    hashes = torch.empty(num_blocks, 2, dtype=torch.int64, device=values.device)
-    _launch(f"hash_{fmt.name}", -(-num_blocks // WARPS), values, values, len(values), block_size, hashes)
-    return hashes
+def _room_args(room: SectionRoom) -> tuple[Argument, ...]:
+    """struct SectionRoom of native/payloads.cuh."""
+    sections_at = room.arena_at if room.sections_at is None else room.sections_at
+    return room.arena, len(room.arena), room.table, len(room.table), room.arena_at, sections_at, room.first
+
+
+# ---- changes
+
+
+def scan_values(fresh: torch.Tensor, last: torch.Tensor, tiles: Tiles, fmt: FloatFormat, escape: int) -> Scan:
+    """See TileKernels. Reads both once."""
+    assert last.dtype == fmt.dtype
+    return _scan(f"scan_values_{fmt.name}", fresh, last, tiles, fmt, escape)
+
+
+def scan_exponents(fresh: torch.Tensor, last_exponents: torch.Tensor, tiles: Tiles, fmt: FloatFormat) -> Scan:
+    """See TileKernels. Reads both once."""
+    assert last_exponents.dtype == torch.uint8
+    return _scan(f"scan_exponents_{fmt.name}", fresh, last_exponents, tiles, fmt, BYTE_ESCAPE)
+
+
+def _scan(kernel: str, fresh: torch.Tensor, last: torch.Tensor, tiles: Tiles, fmt: FloatFormat, escape: int) -> Scan:
+    _check_flat(fresh, tiles, fmt)
+    _check_state(last, tiles)
+    bits = _room((tiles.num_tiles * TILE_BYTES,), torch.uint8, fresh.device)
+    counts = torch.zeros(3, tiles.num_tiles + 1, dtype=torch.int64, device=fresh.device)
+    _launch(kernel, (tiles.num_tiles, 1), fresh, last, tiles.table, tiles.num_tiles, escape, bits, counts)
+    # One long sum over all three rows, which torch spreads over the device, where three short ones would have a CTA each. What
+    # a row begins with, a 0 and so the total of the rows before it, is then subtracted.
+    sums = counts.view(-1).cumsum(0).view(3, -1)
+    up_to = torch.empty(tiles.num_tiles + 1, 3, dtype=torch.int64, device=fresh.device)
+    torch.sub(sums.t(), sums[:, 0], out=up_to)
+    return Scan(bits, up_to)
+
+
+def _check_flat(values: torch.Tensor, tiles: Tiles, fmt: FloatFormat) -> None:
+    assert values.dtype == fmt.dtype and values.dim() == 1 and values.is_contiguous(), (values.dtype, values.shape)
+    assert len(values) >= tiles.num_flat_values, (len(values), tiles.num_flat_values)
+
+
+def _check_state(state: torch.Tensor, tiles: Tiles) -> None:
+    assert state.dim() == 1 and state.is_contiguous() and len(state) >= tiles.num_state_values, state.shape
+
+
+def _check_rows(rows: torch.Tensor, num_rows: int, num_values: int) -> None:
+    assert rows.dim() == 2 and len(rows) == num_rows and rows.shape[1] >= num_values, (rows.shape, num_rows, num_values)
+    assert rows.stride(1) == 1 or rows.shape[1] < 2, rows.stride()
+
+
+def change_sizes(scan: Scan, tiles: Tiles, item_bytes: int) -> torch.Tensor:
+    """See TileKernels."""
+    level2, moves, literals = range(3)
+    totals = scan.up_to[-1]
+    sizes = torch.empty(5 if item_bytes else 4, dtype=torch.int64, device=totals.device)
+    sizes[0].fill_(12 * (tiles.num_tiles + 1))
+    sizes[1].fill_(tiles.num_plane_values // PLANE_PADDING)
+    sizes[2:4].copy_(totals[level2 : moves + 1])
+    if item_bytes:
+        torch.mul(totals[literals:], item_bytes, out=sizes[4:])
+    return sizes.mul_(totals[moves] > 0)
+
+
+def pack_values(
+    fresh: torch.Tensor,
+    last: torch.Tensor,
+    tiles: Tiles,
+    fmt: FloatFormat,
+    escape: int,
+    scan: Scan,
+    sections: SectionRoom,
+) -> None:
+    """See TileKernels. Reads values only where they changed."""
+    assert last.dtype == fmt.dtype
+    _pack(f"pack_values_{fmt.name}", fresh, last, tiles, fmt, escape, scan, sections)
+
+
+def pack_exponents(
+    fresh: torch.Tensor, last_exponents: torch.Tensor, tiles: Tiles, fmt: FloatFormat, scan: Scan, sections: SectionRoom
+) -> None:
+    """See TileKernels. Reads values only where their exponents changed."""
+    assert last_exponents.dtype == torch.uint8
+    _pack(f"pack_exponents_{fmt.name}", fresh, last_exponents, tiles, fmt, BYTE_ESCAPE, scan, sections)
+
+
+def _pack(
+    kernel: str, fresh: torch.Tensor, last: torch.Tensor, tiles: Tiles, fmt: FloatFormat, escape: int, scan: Scan,
+    sections: SectionRoom,
+) -> None:  # fmt: skip
+    _check_flat(fresh, tiles, fmt)
+    _check_state(last, tiles)
+    assert len(scan.bits) == tiles.num_tiles * TILE_BYTES and scan.up_to.is_contiguous()
+    _launch(
+        kernel, (tiles.num_tiles, 1), fresh, last, tiles.table, tiles.num_tiles, escape, scan.bits, scan.up_to,
+        *_room_args(sections),
+    )  # fmt: skip
+
+
+def apply_values(
+    payloads: Payloads, tiles: Tiles, fmt: FloatFormat, escape: int, rows: torch.Tensor, damage: torch.Tensor
+) -> None:
+    """See TileKernels."""
+    assert rows.dtype == fmt.dtype and payloads.has_table_of(5)
+    _check_rows(rows, len(payloads.data), tiles.num_state_values)
+    _launch(
+        f"apply_values_{fmt.name}", (tiles.num_tiles, payloads.num_peers), *_payload_args(payloads), tiles.table,
+        tiles.num_tiles, tiles.num_plane_values, escape, rows, rows.stride(0), damage,
+    )  # fmt: skip
+
+
+def apply_exponents(payloads: Payloads, tiles: Tiles, rows: torch.Tensor, damage: torch.Tensor) -> None:
+    """See TileKernels."""
+    assert rows.dtype == torch.uint8 and payloads.has_table_of(4)
+    _check_rows(rows, payloads.num_peers, tiles.num_state_values)
+    _launch(
+        "apply_exponents", (tiles.num_tiles, payloads.num_peers), *_payload_args(payloads), tiles.table,
+        tiles.num_tiles, tiles.num_plane_values, rows, rows.stride(0), damage,
+    )  # fmt: skip
+
+
+# ---- planes
+
+
+def split_tiles(
+    values: torch.Tensor, tiles: Tiles, fmt: FloatFormat, low: torch.Tensor | None, top: torch.Tensor | None,
+    exponents: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """See TileKernels."""
+    _check_flat(values, tiles, fmt)
+    if exponents is not None:
+        _check_state(exponents, tiles)
+    for plane, num_bytes in (
+        (low, tiles.num_plane_values * fmt.low_bytes),
+        (top, packed_bytes(tiles.num_plane_values, fmt.top_bits)),
+    ):
+        assert plane is None or (len(plane) >= num_bytes and plane.is_contiguous()), (plane.shape, num_bytes)
+    assert top is None or low is not None, "top bits are written with the low bytes"
+    _split(values, 0, 1, 1, tiles, fmt, low, top, exponents, 0)
+
+
+def split_rows(rows: torch.Tensor, own: int, tiles: Tiles, fmt: FloatFormat, exponents: torch.Tensor) -> None:
+    """See TileKernels."""
+    num_peers = len(rows) - (own < len(rows))
+    assert rows.dtype == fmt.dtype
+    _check_rows(rows, len(rows), tiles.num_flat_values)
+    _check_rows(exponents, num_peers, tiles.num_state_values)
+    _split(rows, rows.stride(0), own, num_peers, tiles, fmt, None, None, exponents, exponents.stride(0))
+
+
+def _split(
+    rows: torch.Tensor, rows_stride: int, own: int, num_peers: int, tiles: Tiles, fmt: FloatFormat,
+    low: torch.Tensor | None, top: torch.Tensor | None, exponents: torch.Tensor | None, exponents_stride: int,
+) -> None:  # fmt: skip
+    assert exponents is None or (exponents.dtype == torch.uint8 and not tiles.state_is_flat), "see [Note: Padding]"
+    _launch(
+        f"split_{fmt.name}", (tiles.num_tiles, num_peers), rows, rows_stride, own, tiles.table, tiles.num_tiles,
+        tiles.num_plane_values, tiles.num_state_values, low, top, exponents, exponents_stride,
+    )  # fmt: skip
+
+
+def merge_rows(
+    exponents: torch.Tensor, payloads: Payloads, fixed_at: int, tiles: Tiles, fmt: FloatFormat, out: torch.Tensor
+) -> None:
+    """See TileKernels."""
+    top_at = fixed_at + tiles.num_plane_values * fmt.low_bytes
+    assert top_at + packed_bytes(tiles.num_plane_values, fmt.top_bits) <= payloads.data.shape[1]
+    assert exponents.dtype == torch.uint8 and out.dtype == fmt.dtype and not tiles.state_is_flat
+    _check_rows(exponents, payloads.num_peers, tiles.num_state_values)
+    _check_rows(out, len(payloads.data), tiles.num_flat_values)
+    data = payloads.data
+    _launch(
+        f"merge_rows_{fmt.name}", (tiles.num_tiles, payloads.num_peers), exponents, exponents.stride(0), data,
+        data.stride(0), payloads.own, payloads.row_ok, fixed_at, top_at, tiles.table, out, out.stride(0),
+    )  # fmt: skip
+
+
+def copy_out(rows: torch.Tensor, own: int, tiles: Tiles, out: torch.Tensor) -> None:
+    """See TileKernels."""
+    assert rows.dtype == out.dtype and rows.element_size() in (2, 4), (rows.dtype, out.dtype)
+    _check_rows(rows, len(out), tiles.num_state_values)
+    _check_rows(out, len(rows), tiles.num_flat_values)
+    num_peers = len(rows) - (own < len(rows))
+    _launch(
+        f"copy_out_{8 * rows.element_size()}", (tiles.num_tiles, num_peers), rows, rows.stride(0), own, tiles.table, out,
+        out.stride(0),
+    )  # fmt: skip
+
+
+# ---- blocks of exponents
+
+
+def hash_blocks(
+    values: torch.Tensor, tiles: Tiles, fmt: FloatFormat, last_hashes: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See TileKernels. Reads the values once."""
+    _check_flat(values, tiles, fmt)
+    assert tiles.blocks is not None
+    assert last_hashes is None or (last_hashes.shape == (tiles.num_blocks, 2) and last_hashes.is_contiguous())
+    hashes = _room((tiles.num_blocks, 2), torch.int64, values.device)
+    changed = _room((tiles.num_blocks,), torch.uint8, values.device)
+    _launch(
+        f"hash_blocks_{fmt.name}", (-(-tiles.num_blocks // NUM_WARPS), 1), values, tiles.blocks, tiles.num_blocks,
+        tiles.block_size, last_hashes, hashes, changed,
+    )  # fmt: skip
+    return hashes, changed
+
+
+def block_sizes(changed: torch.Tensor, tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
+    """See TileKernels."""
+    ranks = torch.zeros(tiles.num_blocks + 1, dtype=torch.int64, device=changed.device)
+    torch.cumsum(changed, 0, dtype=torch.int64, out=ranks[1:])
+    sizes = torch.empty(3, dtype=torch.int64, device=changed.device)
+    sizes[0].fill_(packed_bytes(tiles.num_blocks, 1))
+    sizes[1].fill_(4 * (_num_groups(tiles) + 1))
+    torch.mul(ranks[-1:], tiles.block_size, out=sizes[2:])
+    return sizes.mul_(ranks[-1] > 0), ranks
+
+
+def _num_groups(tiles: Tiles) -> int:
+    return -(-tiles.num_blocks // GROUP_BLOCKS)
+
+
+def pack_blocks(
+    values: torch.Tensor,
+    tiles: Tiles,
+    fmt: FloatFormat,
+    changed: torch.Tensor,
+    ranks: torch.Tensor,
+    sections: SectionRoom,
+) -> None:
+    """See TileKernels. Reads changed blocks only."""
+    _check_flat(values, tiles, fmt)
+    assert tiles.blocks is not None
+    assert len(changed) == tiles.num_blocks == len(ranks) - 1 and changed.is_contiguous() and ranks.is_contiguous()
+    _launch(
+        f"pack_blocks_{fmt.name}", (_num_groups(tiles), 1), values, tiles.blocks, tiles.num_blocks, tiles.block_size,
+        changed, ranks, *_room_args(sections),
+    )  # fmt: skip
+
+
+def put_blocks(payloads: Payloads, tiles: Tiles, rows: torch.Tensor, damage: torch.Tensor) -> None:
+    """See TileKernels."""
+    assert rows.dtype == torch.uint8 and payloads.has_table_of(3)
+    _check_rows(rows, payloads.num_peers, tiles.num_state_values)
+    _launch(
+        "put_blocks", (_num_groups(tiles), payloads.num_peers), *_payload_args(payloads), tiles.num_blocks,
+        tiles.block_size, rows, rows.stride(0), damage,
+    )  # fmt: skip
+
+
+# ---- sections
+
+
+def section_table(sizes: torch.Tensor, sections_at: int, coding: int) -> torch.Tensor:
+    """See TileKernels."""
+    rounded = (sizes + (ALIGNMENT - 1)).bitwise_and_(-ALIGNMENT)
+    ends = rounded.cumsum(0).sub_(rounded).add_(sizes)  # from the first section on
+    return ends.add_(-(-sections_at // ALIGNMENT) * ALIGNMENT).bitwise_or_(coding << CODING_SHIFT)
+
+
+# ---- checksums and heads
 
 
 def checksum(data: torch.Tensor) -> torch.Tensor:
-    """See reference.checksum."""
-    raw = data.contiguous()
-    rows, row_bytes = len(raw), raw[0].numel() * raw.element_size() if len(raw) else 0
-    sums = torch.zeros(rows, dtype=torch.int64, device=raw.device)
-    num_ctas = min(_num_ctas(row_bytes), 1024)  # the rest in a loop: each CTA ends in atomic additions
-    _launch("checksum", (num_ctas, rows), raw, raw, row_bytes, row_bytes, sums)
-    _launch("finish_checksums", -(-rows // NUM_THREADS), raw, sums, rows)
+    """See TileKernels. Rows whose values are not side by side are copied first."""
+    sums = torch.zeros(len(data), dtype=torch.int64, device=data.device)
+    if not len(data):
+        return sums
+    raw = data if data[0].is_contiguous() else data.contiguous()
+    row_bytes = raw[0].numel() * raw.element_size()
+    num_ctas = min(-(-row_bytes // CTA_BYTES), MOST_CHECKSUM_CTAS)
+    _launch("checksum", (num_ctas, len(raw)), raw, raw.stride(0) * raw.element_size(), row_bytes, sums)
+    _launch("finish_checksums", (-(-len(raw) // NUM_THREADS), 1), sums, len(raw))
     return sums
 
 
-def split_planes(
-    values: torch.Tensor,
-    fmt: FloatFormat,
-    exponents: torch.Tensor | None = None,
-    low: torch.Tensor | None = None,
-    top: torch.Tensor | None = None,
-) -> None:
-    """See reference.split_planes."""
-    _launch(f"split_{fmt.name}", _num_ctas(len(values)), values, values, len(values), exponents, low, top)
+def write_head(
+    payload: torch.Tensor, name: int, own_checksum: torch.Tensor, expected_checksum: torch.Tensor,
+    payload_bytes: torch.Tensor | int,
+) -> None:  # fmt: skip
+    """See TileKernels."""
+    assert payload.dtype == torch.uint8 and payload.is_contiguous() and len(payload) >= HEAD_BYTES
+    known, on_device = (payload_bytes, None) if isinstance(payload_bytes, int) else (0, payload_bytes)
+    _launch("write_head", (1, 1), payload, name, own_checksum, expected_checksum, on_device, known)
 
 
-def merge_planes(
-    exponents: torch.Tensor, low: torch.Tensor, top: torch.Tensor | None, fmt: FloatFormat, out: torch.Tensor
-) -> None:
-    """See reference.merge_planes."""
-    num_values = len(out)
-    _launch(f"merge_{fmt.name}", _num_ctas(num_values), out, exponents, 0, low, top, 0, num_values, out, 0)
-
-
-# ---- changes, without waiting
-
-
-@dataclass(frozen=True)
-class Scan:
-    """What changed in a run of n values. All of it on the device."""
-
-    bits: torch.Tensor
-    """uint8 [ceil(n / 8)]."""
-    changes_up_to: torch.Tensor
-    """int64 [CTAs]: changed values up to the end of each CTA's; the last is their number."""
-    literals_up_to: torch.Tensor
-    """int64 [CTAs]: the same of literals."""
-
-    def counts(self) -> torch.Tensor:
-        """int64 [2]: how many values changed, and how many literals there are."""
-        if not len(self.changes_up_to):
-            return self.changes_up_to.new_zeros(2)
-        return torch.stack([self.changes_up_to[-1], self.literals_up_to[-1]])
-
-
-def scan(fresh: torch.Tensor, last: torch.Tensor, fmt: FloatFormat | None, escape: int) -> Scan:
-    """Values [n] against `last` [n]. Reads both once."""
-    num_values = len(fresh)
-    bits = torch.empty(packed_bytes(num_values, 1), dtype=torch.uint8, device=fresh.device)
-    counts = torch.empty(2, _num_ctas(num_values), dtype=torch.int64, device=fresh.device)
-    _launch(f"scan_{_name(fmt)}", _num_ctas(num_values), fresh, fresh, last, num_values, escape, bits, *counts)
-    return Scan(bits, *counts.cumsum(dim=1))
-
-
-def compact(
-    fresh: torch.Tensor,
-    last: torch.Tensor,
-    fmt: FloatFormat | None,
-    escape: int,
-    found: Scan,
-    moves: torch.Tensor,
-    literals: torch.Tensor,
-) -> None:
-    """Writes moves uint8 and literals, which must have room for what `found` counted; `last` becomes equal to `fresh`."""
+def check_heads(
+    heads: torch.Tensor, own: int, name: int, damage: torch.Tensor, decoded_checksums: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See TileKernels."""
+    assert heads.dtype == torch.uint8
+    _check_rows(heads, len(heads), HEAD_BYTES)
+    assert decoded_checksums is None or (len(decoded_checksums) == len(heads) and decoded_checksums.is_contiguous())
+    row_ok = _room((len(heads),), torch.int32, heads.device)
     _launch(
-        f"compact_{_name(fmt)}", _num_ctas(len(fresh)), fresh, fresh, last, len(fresh), escape, found.bits,
-        found.changes_up_to, found.literals_up_to, moves, literals,
+        "check_heads", (-(-len(heads) // NUM_THREADS), 1), heads, heads.stride(0), len(heads), own, name,
+        decoded_checksums, row_ok, damage,
     )  # fmt: skip
-
-
-def apply(
-    values: torch.Tensor,
-    fmt: FloatFormat | None,
-    escape: int,
-    bits: torch.Tensor,
-    moves: torch.Tensor,
-    literals: torch.Tensor,
-    out: torch.Tensor | None,
-    damage: torch.Tensor,
-) -> Scan:
-    """Moves values [n] in place and copies all of them to `out` [n], where given. -> how much was taken up, as counts.
-
-    `damage` int32 [1] becomes 1 where bits ask for more moves, or moves for more literals, than there are; such values
-    stay as they are, and nothing else is touched.
-    """
-    num_values, num_ctas = len(values), _num_ctas(len(values))
-    counts = torch.zeros(2, num_ctas, dtype=torch.int64, device=values.device)
-    _launch("count_changes", num_ctas, values, bits, num_values, counts[0])
-    changes_up_to = counts[0].cumsum(dim=0)
-    if fmt is not None:
-        warps = -(-num_ctas // WARPS)
-        _launch("count_escapes", warps, values, moves, len(moves), changes_up_to, num_ctas, escape, counts[1])
-    literals_up_to = counts[1].cumsum(dim=0)
-    _launch(
-        f"apply_{_name(fmt)}", num_ctas, values, values, num_values, escape, bits, changes_up_to, literals_up_to, moves,
-        len(moves), literals, len(literals), out, damage,
-    )  # fmt: skip
-    return Scan(bits, changes_up_to, literals_up_to)
-
-
-def take_blocks(
-    values: torch.Tensor, fmt: FloatFormat, block_size: int, ranks: torch.Tensor, exponents: torch.Tensor
-) -> None:
-    """Exponents of the blocks with ranks (int64 [num_blocks], -1: not wanted) -> `exponents`, side by side."""
-    num_ctas = -(-len(ranks) // WARPS)
-    _launch(f"take_blocks_{fmt.name}", num_ctas, values, values, len(values), block_size, ranks, exponents)
-
-
-def put_blocks(exponents: torch.Tensor, block_size: int, ranks: torch.Tensor, cache: torch.Tensor) -> None:
-    """The inverse, into a cache uint8 [num_blocks * block_size]; behind the last exponent there are zeros."""
-    args = (exponents, len(exponents), block_size, ranks, len(ranks), cache)
-    _launch("put_blocks", -(-len(ranks) // WARPS), cache, *args)
-
-
-# ---- changes, as dispatch.py asks for them
-
-
-def find_changes(fresh: torch.Tensor, last: torch.Tensor, fmt: FloatFormat | None, form: Form) -> Changes:
-    """See reference.find_changes. Waits for the device."""
-    if form.boundary or form.everywhere:
-        return reference.find_changes(fresh, last, fmt, form)
-    found = scan(fresh, last, fmt, form.escape)
-    num_changed, num_literals = found.counts().tolist()
-    moves = torch.empty(num_changed, dtype=torch.uint8, device=fresh.device)
-    literals = torch.empty(num_literals, dtype=torch.uint8 if fmt is None else fmt.int_dtype, device=fresh.device)
-    compact(fresh, last, fmt, form.escape, found, moves, literals)
-    return Changes(found.bits, None, 0, moves[:0], moves, literals)
-
-
-def apply_changes(
-    values: torch.Tensor, fmt: FloatFormat | None, received: Received, out: torch.Tensor | None = None
-) -> Used:
-    """See reference.apply_changes. Waits for the device."""
-    if received.bits is None or received.small_bits is not None:
-        return reference.apply_changes(values, fmt, received, out)
-    damage = torch.zeros(1, dtype=torch.int32, device=values.device)
-    escape, moves, literals = received.form.escape, received.moves, received.literals
-    taken = apply(values, fmt, escape, received.bits, moves, literals, out, damage)
-    num_moves, num_literals = taken.counts().tolist()
-    return Used(0, 0, num_moves, num_literals)
-
-
-def count_bits(bits: torch.Tensor, num_values: int) -> int:
-    """See reference.count_bits. Waits for the device."""
-    counts = torch.zeros(_num_ctas(num_values), dtype=torch.int64, device=bits.device)
-    _launch("count_changes", len(counts), bits, bits, num_values, counts)
-    return int(counts.sum())
+    return row_ok

@@ -5,6 +5,10 @@
     cuda        launched from PTX (cuda.py); the default on CUDA, where GPU and driver are new enough
 
 `FSDP_CIERA_KERNELS=reference|host|cuda` forces one. All agree bit for bit.
+
+There are two kinds of kernels. `Kernels` work on one run and give their results to the host: `reference` and `host` have them,
+and they serve the codecs on CPU. `TileKernels` (tiles.py) work on all runs of all peers and leave their results on the device:
+`cuda` has them, and `reference_tiles`.
 """
 
 from __future__ import annotations
@@ -16,9 +20,10 @@ from typing import Protocol
 import torch
 
 from fsdp_ciera.errors import CieraPolicyError
-from fsdp_ciera.kernels import cuda, host, launch, reference
+from fsdp_ciera.kernels import cuda, host, launch, reference, reference_tiles
 from fsdp_ciera.kernels.changes import Among, Changes, Form, Received, Used
 from fsdp_ciera.kernels.formats import FloatFormat
+from fsdp_ciera.kernels.tiles import TileKernels
 
 VARIABLE = "FSDP_CIERA_KERNELS"
 
@@ -53,6 +58,10 @@ class Kernels(Protocol):
 
     def find_changes(self, fresh: torch.Tensor, last: torch.Tensor, fmt: FloatFormat | None, form: Form) -> Changes: ...
 
+    def find_exponent_changes(
+        self, values: torch.Tensor, last: torch.Tensor, fmt: FloatFormat, everywhere: bool = False
+    ) -> tuple[torch.Tensor | None, torch.Tensor]: ...
+
     def apply_changes(
         self, values: torch.Tensor, fmt: FloatFormat | None, received: Received, out: torch.Tensor | None = None
     ) -> Used: ...
@@ -67,8 +76,16 @@ class Kernels(Protocol):
 
 
 def kernels_of(tensor: torch.Tensor) -> Kernels:
-    """The implementation for tensors on this one's device. Raises `CieraPolicyError` for one that is forced and not there."""
+    """The implementation for tensors on this one's device. Raises `CieraPolicyError` for one that is forced and not there.
+
+    Where `cuda` is chosen, which has tile kernels only, the reference serves: it is exact on every device, and waits for it.
+    """
     return _IMPLEMENTATIONS[chosen_for(tensor.device)]
+
+
+def tile_kernels_of(device: torch.device) -> TileKernels:
+    """The tile kernels for tensors on a device: `cuda` where it is chosen, otherwise readable torch. Raises as `kernels_of`."""
+    return cuda if chosen_for(device) == "cuda" else reference_tiles
 
 
 def chosen_for(device: torch.device) -> str:
@@ -90,7 +107,7 @@ def chosen_for(device: torch.device) -> str:
     return forced
 
 
-_IMPLEMENTATIONS: dict[str, Kernels] = {"reference": reference, "host": host, "cuda": cuda}
+_IMPLEMENTATIONS: dict[str, Kernels] = {"reference": reference, "host": host, "cuda": reference}
 
 
 class _Registry:

@@ -62,9 +62,10 @@ reads_in_sequence = True
 """See dispatch.Kernels."""
 
 _RETURNS = {"checksum": ctypes.c_uint64, "gaps_of_bits": ctypes.c_int64, "bits_of_gaps": ctypes.c_int64,
-            "gather_bits": ctypes.c_int64, "count_bits": ctypes.c_int64}  # fmt: skip
+            "gather_bits": ctypes.c_int64, "count_bits": ctypes.c_int64, "find_exponents": ctypes.c_int64}  # fmt: skip
 _ARGUMENTS = {
     "split": "pnpppt", "merge": "pppnpt", "hash": "pnnpt", "checksum": "pnt", "find": "ppnuuuppppppt",
+    "find_exponents": "ppnppt",
     "apply": "pnupnpnuupppppt", "gaps_of_bits": "ppinp", "bits_of_gaps": "pnnp", "gather_bits": "ppinp", "count_bits": "pn",
 }  # fmt: skip
 _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "u": ctypes.c_uint32, "i": ctypes.c_int, "t": ctypes.c_int}
@@ -155,6 +156,17 @@ def find_changes(fresh: torch.Tensor, last: torch.Tensor, fmt: FloatFormat | Non
         changed, small, num_small, small_moves[:num_small_changed], moves[: num_changed - num_small_changed],
         literals[:num_literals],
     )  # fmt: skip
+
+
+def find_exponent_changes(
+    values: torch.Tensor, last: torch.Tensor, fmt: FloatFormat, everywhere: bool = False
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """See reference.find_exponent_changes."""
+    num_values = len(values)
+    changed = None if everywhere else empty_tensor(packed_bytes(num_values, 1), torch.uint8)
+    moves = empty_tensor(num_values, torch.uint8)
+    pointers = _pointer(values), _pointer(last), num_values, _pointer(changed), _pointer(moves)
+    return changed, moves[: int(_call("find_exponents", fmt.name, *pointers, torch.get_num_threads()))]
 
 
 def apply_changes(

@@ -235,7 +235,7 @@ def is_small(values: torch.Tensor, fmt: FloatFormat, boundary: int) -> torch.Ten
 
 
 def find_changes(fresh: torch.Tensor, last: torch.Tensor, fmt: FloatFormat | None, form: Form) -> Changes:
-    """Values [n] against `last` [n], which becomes equal to them. `fmt` is `None` for bytes (exponents).
+    """Values [n] against `last` [n]; neither is written. `fmt` is `None` for bytes (exponents).
 
     Cost: one pass over both. Memory: the result; its moves and literals may be views of room for n.
 
@@ -270,7 +270,6 @@ def find_changes(fresh: torch.Tensor, last: torch.Tensor, fmt: FloatFormat | Non
             moves.append(found)
             if fmt is not None:
                 literals.append(one[places][found == escape])
-        before[chunk] = one
     empty = torch.empty(0, dtype=torch.uint8, device=now.device)
     large_moves, small_moves = (torch.cat(moves) if moves else empty for moves in symbols)
     return Changes(
@@ -281,6 +280,21 @@ def find_changes(fresh: torch.Tensor, last: torch.Tensor, fmt: FloatFormat | Non
         large_moves,
         torch.cat(literals),
     )
+
+
+def find_exponent_changes(
+    values: torch.Tensor, last: torch.Tensor, fmt: FloatFormat, everywhere: bool = False
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Values [n] whose exponents were `last`, uint8 [n] -> which exponents changed, as a bitmap, and their moves, uint8 each.
+
+    With `everywhere` no bitmap, and a move for every value. Cost: one pass over both.
+
+    Worked example, bf16 1.0, -2.0, 0.5, -0.0 with exponents 127, 128, 126, 0, last 127, 127, 126, 2: bits 0b1010, moves 1, 254.
+    """
+    exponents = torch.empty(len(values), dtype=torch.uint8, device=values.device)
+    split_planes(values, fmt, exponents)
+    found = find_changes(exponents, last, None, Form(everywhere=everywhere))
+    return found.changed, found.moves
 
 
 def apply_changes(

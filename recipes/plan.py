@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from torch import nn
 
+from fsdp_ciera.backends import backend_of
 from fsdp_ciera.errors import CieraPolicyError
 from fsdp_ciera.planning.forecast import Cluster, Contender, Forecast, forecast
 from fsdp_ciera.planning.measure import measure_costs
@@ -147,7 +148,7 @@ def codec_costs(name: str, policy: CieraPolicy) -> tuple[Mapping[str, CodecCost]
             name
         ], f"codec costs of {name}: a projection from DietGPU's published figures, not measured by us"
     if name == THIS_MACHINE:
-        costs = measure_costs(policy.codecs, torch.bfloat16, policy.block_size)
+        costs = measure_costs(policy.codecs, torch.bfloat16, policy.block_size, backend_of(torch.device("cpu")))
         return costs, "codec costs: measured on this machine's CPU just now; encoding is not overlapped"
     path = Path(name)
     try:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_ciera import CieraPolicy, fully_shard, stats
-from ranks import run_ranks
+from fsdp_ciera.testing import run_ranks
 
 GOLDEN = Path(__file__).parent / "golden" / "gathers.json"
 WORLD_SIZE = 4

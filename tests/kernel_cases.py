@@ -1,62 +1,70 @@
-"""Cases for the CUDA kernels: buffers, launches as the codecs make them, and the results of the torch reference.
+"""Cases for the CUDA kernels: the functions of kernels/cuda.py, compared with those of kernels/reference_tiles.py.
 
-A case runs on any `Executor`: the PTX interpreter (test_kernels_ptx.py) or a device. Each has inputs of its own for one
-kernel, or is a pipeline of several. Results have to have the same bits, and what a kernel should not touch stays as it was.
+A case runs on any `Executor`, which lends memory and launches kernels: the PTX interpreter (test_kernels_ptx.py), the source
+under sanitizers (test_kernels_shim.py), the shim in this process (test_shim_device.py), a device (tests/gpu). Results have to
+have the same bits, and what a kernel should not touch stays as it was.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from fsdp_ciera.kernels import reference
-from fsdp_ciera.kernels.changes import Changes, Form, Received
+from fsdp_ciera.kernels import cuda, reference
+from fsdp_ciera.kernels import reference_tiles as expected
 from fsdp_ciera.kernels.formats import FORMATS, FloatFormat, packed_bytes
+from fsdp_ciera.kernels.heads import ALIGNMENT, BROKEN_PROMISE, FAILED, HEAD, HEAD_BYTES, TILES, Damage
+from fsdp_ciera.kernels.tiles import Payloads, Scan, SectionRoom, TileKernels, Tiles, make_tiles
 
-TILE, WARP_VALUES, THREADS = 8, 256, 256
-CTA_VALUES, CTA_WARPS = TILE * THREADS, THREADS // 32
+OCTET, WARP_VALUES, THREADS = 8, 256, 256
 FLOATS = list(FORMATS.values())
 BF16, FP16, FP32 = FLOATS
-EVERY: list[FloatFormat | None] = [*FLOATS, None]  # None: bytes, the exponents of exponent_delta
-SIZES = [*range(18), 255, 256, 257, 263, 2040, 2047, 2048, 2049, 2056, 4096, 4301]
+SIZES = [*range(1, 18), 63, 64, 65, 255, 256, 257, 263, 2040, 2047, 2048, 2049, 2056, 4096, 4301]
 ALIGNMENTS = ["16", "8", "odd", "mixed"]
+FILLS = (0x5A, 0xA5)
+"""What is written is what is the same in memory that was full of either."""
 
-TAILS = {"16": (1, 2, 3, 4), "odd": (5, 6, 7, 8)}  # lengths of quick cases with short tails, by alignment
-
-Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
+Runs = tuple[tuple[int, int], ...]
+Put = Callable[[torch.Tensor], torch.Tensor]
+Damaging = Callable[[Payloads], Payloads]
+Change = Callable[[torch.Tensor], Any]
+"""In place."""
 
 
 class Executor(Protocol):
-    """Memory and launches of a device; addresses are plain integers. A buffer begins `misalignment` bytes behind a multiple
-    of 256."""
+    """Memory and launches of a device. Buffers are flat; they begin `misalignment` bytes behind a multiple of 256."""
 
-    def upload(self, array: Array, misalignment: int = 0) -> int: ...
+    pattern: int
+    """The byte that `alloc` fills memory with."""
 
-    def alloc(self, num_bytes: int, misalignment: int = 0) -> int:
-        """Room that counts as never written."""
+    def serving(self) -> AbstractContextManager[None]:
+        """In it, kernels/cuda.py launches here, and has its results in memory of `alloc`."""
         ...
 
-    def flag(self) -> int:
-        """A 32-bit word, 0. Several threads may set it to 1 with plain stores, which is the same whoever comes first."""
+    def upload(self, data: torch.Tensor, misalignment: int = 0) -> torch.Tensor:
+        """A copy of a flat tensor."""
         ...
 
-    def launch(self, kernel: str, grid: tuple[int, int], *args: int) -> None:
-        """With THREADS threads a CTA. An argument has its parameter's size, whatever its value."""
+    def alloc(self, num_bytes: int, misalignment: int = 0) -> torch.Tensor:
+        """uint8 [num_bytes], which count as never written."""
         ...
 
-    def download(self, address: int, dtype: npt.DTypeLike, count: int) -> Array:
-        """Fails where some byte was never written."""
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on CPU, contiguous."""
         ...
 
-    def untouched(self, address: int, num_bytes: int) -> bool:
-        """Whether no kernel has written any of these bytes of an `alloc`."""
+    def written(self, room: torch.Tensor) -> torch.Tensor | None:
+        """Which bytes of an `alloc` kernels have written, bool; `None` where nobody knows."""
         ...
 
 
@@ -73,6 +81,63 @@ class Case:
         return self.name
 
 
+def run_case(case: Case, executor: Executor) -> None:
+    """Says which case it was when it fails."""
+    try:
+        with executor.serving():
+            case.run(executor)
+    except Exception as error:
+        error.add_note(f"in case {case.name}")
+        raise
+
+
+class GuardedMemory:
+    """An executor on a torch device, whose launches go where they go: buffers lie between guard bytes, and are filled before
+    with one pattern. Run with the pattern's complement too, a byte that should be written and is not shows in one of them."""
+
+    GUARD_BYTES = 512
+
+    def __init__(self, device: torch.device, pattern: int) -> None:
+        self.device, self.pattern = device, pattern
+        self.buffers: list[tuple[torch.Tensor, int, int]] = []
+        """Memory, and where in it a buffer begins and ends."""
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        with patch.object(cuda, "_room", self._room):
+            yield
+
+    def _room(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        assert device.type == self.device.type
+        return self.alloc(int(np.prod(shape)) * dtype.itemsize).view(dtype).view(shape)
+
+    def upload(self, data: torch.Tensor, misalignment: int = 0) -> torch.Tensor:
+        buffer = self.alloc(data.nbytes, misalignment).view(data.dtype)
+        words_of(buffer).copy_(words_of(data))
+        return buffer
+
+    def alloc(self, num_bytes: int, misalignment: int = 0) -> torch.Tensor:
+        size = 256 + misalignment + num_bytes + 2 * self.GUARD_BYTES
+        memory = torch.full((size,), self.pattern, dtype=torch.uint8, device=self.device)
+        first = self.GUARD_BYTES + -(memory.data_ptr() + self.GUARD_BYTES) % 256 + misalignment
+        self.buffers.append((memory, first, first + num_bytes))
+        return memory[first : first + num_bytes]
+
+    def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        return words_of(tensor.contiguous()).cpu().clone().view(tensor.dtype)
+
+    def written(self, room: torch.Tensor) -> torch.Tensor | None:
+        return None
+
+    def check_guards(self) -> None:
+        """Fails where a byte beside a buffer was written."""
+        for number, (memory, first, end) in enumerate(self.buffers):
+            around = memory.cpu().clone()
+            around[first:end] = self.pattern
+            wrong = (around != self.pattern).nonzero().view(-1) - first
+            assert not len(wrong), f"buffer {number} of {end - first} bytes: bytes {wrong[:8].tolist()} were written"
+
+
 class Buffers:
     """Buffers of one case, all aligned to 16 or 8 bytes, to no more than their elements ("odd"), or by chance ("mixed")."""
 
@@ -85,32 +150,77 @@ class Buffers:
         odd = element_bytes * self.random.choice([1, 3, 5])
         return {"16": 0, "8": 8, "odd": odd}[alignment]
 
-    def put(self, data: Array | torch.Tensor) -> int:
-        array = words(data) if isinstance(data, torch.Tensor) else data
-        return self.executor.upload(array, self.misalignment(array.itemsize))
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        flat = self.executor.upload(tensor.contiguous().view(-1), self.misalignment(tensor.element_size()))
+        return flat.view(tensor.shape)
 
-    def room(self, dtype: npt.DTypeLike, count: int) -> int:
-        element_bytes = np.dtype(dtype).itemsize
-        return self.executor.alloc(count * element_bytes, self.misalignment(element_bytes))
+    def room(self, num_values: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        num_bytes = num_values * dtype.itemsize
+        return self.executor.alloc(num_bytes, self.misalignment(dtype.itemsize)).view(dtype)
 
-    def expect(self, address: int, expected: Array | torch.Tensor, what: str) -> None:
-        """The bits at an address."""
-        array = words(expected) if isinstance(expected, torch.Tensor) else expected
-        found = self.executor.download(address, array.dtype, array.size)
-        wrong = np.flatnonzero(found != array.reshape(-1))
-        if len(wrong):
-            first = wrong[0]
-            raise AssertionError(f"{what}: {len(wrong)} of {array.size} are wrong, the first is number {first}: "
-                                 f"{found[first]:#x} in place of {array.reshape(-1)[first]:#x}")  # fmt: skip
+    def tiles(self, tiles: Tiles) -> Tiles:
+        return replace(
+            tiles, table=self.put(tiles.table), blocks=None if tiles.blocks is None else self.put(tiles.blocks)
+        )
+
+    def payloads(self, payloads: Payloads, gap: int = 16) -> Payloads:
+        """Payloads have the alignment that they are promised, and a gap behind each but the last."""
+        num_bytes = payloads.data.shape[1]
+        padded = rows_in(num_bytes, -num_bytes % ALIGNMENT + gap, payloads.data)
+        data = as_rows(self.executor.upload(padded), len(payloads.data), num_bytes, -num_bytes % ALIGNMENT + gap)
+        return replace(payloads, data=data, row_ok=self.put(payloads.row_ok))
+
+    def expect(self, found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+        """The bits of a tensor. What is in an `alloc` must have been written."""
+        is_written = self.executor.written(found)
+        assert is_written is None or bool(is_written.all()), f"{what}: {int((~is_written).sum())} bytes are not written"
+        compare(self.executor.download(found), wanted, what)
+
+    def expect_filled(self, room: torch.Tensor, fill: Callable[[torch.Tensor], None], what: str) -> None:
+        """The bits that `fill` writes into a flat tensor like `room`, and that nothing else was written."""
+        one, other = (torch.full((room.nbytes,), byte, dtype=torch.uint8) for byte in FILLS)
+        for full in (one, other):
+            fill(full.view(room.dtype))
+        is_written = one == other
+        wanted = torch.where(is_written, one, self.executor.pattern)
+        compare(self.executor.download(room).view(torch.uint8), wanted, what)
+        known = self.executor.written(room)
+        assert known is None or torch.equal(known, is_written), f"{what}: other bytes are written"
+
+
+def as_rows(flat: torch.Tensor, num_rows: int, num_values: int, gap: int) -> torch.Tensor:
+    """Rows [num_rows, num_values] in a flat tensor, with a gap behind each but the last."""
+    return flat.as_strided((num_rows, num_values), (num_values + gap, 1), flat.storage_offset())
+
+
+def rows_in(num_values: int, gap: int, rows: torch.Tensor) -> torch.Tensor:
+    """The inverse: a flat tensor, with FILLS[0] in the gaps."""
+    size = max(0, len(rows) * (num_values + gap) - gap)
+    flat = torch.full((size * rows.element_size(),), FILLS[0], dtype=torch.uint8).view(rows.dtype)
+    as_rows(flat, len(rows), num_values, gap).copy_(rows)
+    return flat
+
+
+def compare(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    """Bit for bit."""
+    one, other = words(found).reshape(-1), words(wanted).reshape(-1)
+    assert found.shape == wanted.shape and one.dtype == other.dtype, (what, found.shape, wanted.shape, one.dtype)
+    wrong = np.flatnonzero(one != other)
+    if len(wrong):
+        first = wrong[0]
+        raise AssertionError(
+            f"{what}: {len(wrong)} of {one.size} are wrong, the first is number {first}: {one[first]:#x} in place of "
+            f"{other[first]:#x}"
+        )
 
 
 # ---- values
 
 
 def words(tensor: torch.Tensor) -> Array:
-    """Bit patterns, unsigned; int64 stays what it is."""
-    if tensor.dtype == torch.int64:
-        return tensor.numpy()
+    """Bit patterns, unsigned; integers of more than a byte stay what they are."""
+    if tensor.dtype in (torch.int32, torch.int64):
+        return tensor.contiguous().numpy()
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
     return tensor.contiguous().view(integers).numpy().view(f"u{tensor.element_size()}")
 
@@ -181,82 +291,172 @@ def changed_values(
     return tensor_of(np.where(is_changed, fresh, patterns).astype(patterns.dtype), fmt)
 
 
-# ---- what the reference says
+# ---- units
 
 
 @dataclass(frozen=True)
-class Found:
-    """Changes of a run as the kernels give and take them. `up_to`: of all CTAs up to and with each."""
+class Unit:
+    """What the ranks have of a unit: shards that they remember and shards of now, with values between the runs too."""
 
-    bitmap: Bytes
-    moves: Bytes
-    literals: Array
-    num_changed: npt.NDArray[np.int64]
-    num_literals: npt.NDArray[np.int64]
+    fmt: FloatFormat
+    runs: Runs
+    share: float = 0.3
+    escape: int = 255
+    world_size: int = 2
+    block_size: int = 0
+    state_is_flat: bool = False
+    shards: tuple[torch.Tensor, ...] = ()
+    """Shards of now, in place of random ones."""
+    past: tuple[torch.Tensor, ...] = ()
+    """Shards that are remembered, in place of random ones."""
 
     @property
-    def changes_up_to(self) -> npt.NDArray[np.int64]:
-        return np.cumsum(self.num_changed)
+    def num_values(self) -> int:
+        """Of a shard: some more than the runs have."""
+        return max((start + count for start, count in self.runs), default=0) + 3
+
+    @cached_property
+    def tiles(self) -> Tiles:
+        return make_tiles(self.runs, "cpu", block_size=self.block_size, state_is_flat=self.state_is_flat)
+
+    @cached_property
+    def last(self) -> list[torch.Tensor]:
+        noise = [some_values(self.fmt, self.num_values, rank) for rank in range(self.world_size)]
+        return [torch.cat([shard, noise[0]])[: self.num_values] for shard in self.past] or noise
+
+    @cached_property
+    def fresh(self) -> list[torch.Tensor]:
+        if self.shards:
+            return [torch.cat([shard, self.last[0]])[: self.num_values] for shard in self.shards]
+        return [changed_values(last, self.fmt, self.share, self.escape, rank) for rank, last in enumerate(self.last, 1)]
+
+    @cached_property
+    def sent(self) -> dict[Any, Any]:
+        """What the reference sent, so that it does it once."""
+        return {}
+
+    def state(self, values: torch.Tensor) -> torch.Tensor:
+        """Values as they lie in the state, with noise in the padding."""
+        if self.state_is_flat:
+            return values.clone()
+        state = some_values(self.fmt, self.tiles.num_state_values, 99)
+        for start, at, _, count in self.tiles.table.tolist():
+            words_of(state)[at : at + count] = words_of(values)[start : start + count]
+        return state
+
+    def exponents(self, values: torch.Tensor) -> torch.Tensor:
+        """The same of exponents."""
+        exponents = torch.empty(len(self.state(values)), dtype=torch.uint8)
+        reference.split_planes(self.state(values), self.fmt, exponents)
+        return exponents
+
+
+def words_of(values: torch.Tensor) -> torch.Tensor:
+    """Bit patterns, as a view that can be written to."""
+    return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+
+
+NUM_SECTIONS = {"values": 5, "exponents": 4, "blocks": 3}
+
+
+class Encoded:
+    """What a rank sends of a unit, by some kernels: sizes of its sections, and the sections once there is a room for them."""
+
+    def __init__(self, kernels: TileKernels, kind: str, unit: Unit, rank: int) -> None:
+        self.kind, self.unit, self.fresh, self.last = kind, unit, unit.fresh[rank], remembered(unit, kind, rank)
+        tiles, fmt = unit.tiles, unit.fmt
+        if kind == "blocks":
+            last_hashes, _ = kernels.hash_blocks(self.last, tiles, fmt, None)
+            _, self.changed = kernels.hash_blocks(self.fresh, tiles, fmt, last_hashes)
+            self.sizes, self.ranks = kernels.block_sizes(self.changed, tiles)
+        elif kind == "exponents":
+            self.scan = kernels.scan_exponents(self.fresh, self.last, tiles, fmt)
+            self.sizes = kernels.change_sizes(self.scan, tiles, 0)
+        else:
+            self.scan = kernels.scan_values(self.fresh, self.last, tiles, fmt, unit.escape)
+            self.sizes = kernels.change_sizes(self.scan, tiles, fmt.item_bytes)
+
+    def pack(self, kernels: TileKernels, room: SectionRoom, tiles: Tiles, put: Put = torch.clone) -> None:
+        """put: brings what was found to where the kernels work."""
+        fmt = self.unit.fmt
+        if self.kind == "blocks":
+            kernels.pack_blocks(put(self.fresh), tiles, fmt, put(self.changed), put(self.ranks), room)
+            return
+        scan = Scan(put(self.scan.bits), put(self.scan.up_to))
+        if self.kind == "exponents":
+            kernels.pack_exponents(put(self.fresh), put(self.last), tiles, fmt, scan, room)
+        else:
+            kernels.pack_values(put(self.fresh), put(self.last), tiles, fmt, self.unit.escape, scan, room)
+
+
+def remembered(unit: Unit, kind: str, rank: int) -> torch.Tensor:
+    """What `Encoded` calls last."""
+    last = unit.last[rank]
+    return {"values": unit.state, "exponents": unit.exponents, "blocks": torch.Tensor.clone}[kind](last)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a unit is in payloads: behind a section of 13 bytes or first, and before one of 7 bytes."""
+
+    kind: str
+    first: int = 1
+    fixed_bytes: int = 27
 
     @property
-    def literals_up_to(self) -> npt.NDArray[np.int64]:
-        return np.cumsum(self.num_literals)
+    def num_sections(self) -> int:
+        return self.first + NUM_SECTIONS[self.kind] + 1
+
+    @property
+    def sections_at(self) -> int:
+        return HEAD_BYTES + 8 * self.num_sections + self.fixed_bytes
+
+    @property
+    def arena_at(self) -> int:
+        return -(-self.sections_at // ALIGNMENT) * ALIGNMENT
+
+    def table(self, sizes: torch.Tensor) -> torch.Tensor:
+        around = [torch.tensor([13] * self.first), sizes, torch.tensor([7])]
+        return expected.section_table(torch.cat(around).to(torch.int64), self.sections_at, TILES)
+
+    def end(self, table: torch.Tensor) -> int:
+        return int(table[-1]) & (1 << 56) - 1
 
 
-def num_ctas(num_values: int) -> int:
-    """At least one, so that a launch for nothing is tried too."""
-    return max(1, -(-num_values // CTA_VALUES))
+def encoded(unit: Unit, kind: str, rank: int) -> Encoded:
+    """By the reference."""
+    if (kind, rank) not in unit.sent:
+        unit.sent[kind, rank] = Encoded(expected, kind, unit, rank)
+    found: Encoded = unit.sent[kind, rank]
+    return found
 
 
-def per_cta(flags: Array, at_least: int = 1) -> npt.NDArray[np.int64]:
-    """How many flags, one a value, are set in each CTA."""
-    ctas = max(at_least, num_ctas(len(flags)))
-    padded = np.pad(flags.astype(np.int64), (0, ctas * CTA_VALUES - len(flags)))
-    return padded.reshape(ctas, CTA_VALUES).sum(1, dtype=np.int64)
+def sent_payloads(unit: Unit, layout: Layout, own: int) -> Payloads:
+    """What the reference sends of all ranks, as they receive it. Not to be written to."""
+    if layout not in unit.sent:
+        payloads = [payload_of(unit, layout, rank) for rank in range(unit.world_size)]
+        num_bytes = max(map(len, payloads))
+        data = torch.full((len(payloads), num_bytes), 0x77, dtype=torch.uint8)
+        for row, payload in zip(data, payloads, strict=True):
+            row[: len(payload)] = payload
+        unit.sent[layout] = padded_rows(data)
+    row_ok = torch.ones(unit.world_size, dtype=torch.int32)
+    return Payloads(unit.sent[layout], own, row_ok, HEAD_BYTES, layout.sections_at, layout.first)
 
 
-def found_by_reference(
-    fresh: torch.Tensor, last: torch.Tensor, fmt: FloatFormat | None, escape: int, ctas: int = 1
-) -> Found:
-    changes: Changes = reference.find_changes(fresh.clone(), last.clone(), fmt, Form(escape=escape))
-    assert changes.changed is not None
-    bitmap, moves = changes.changed.numpy(), changes.moves.numpy()
-    flags = np.unpackbits(bitmap, bitorder="little")[: len(last)].astype(bool)
-    is_literal = np.zeros(len(last), bool)
-    is_literal[flags] = (moves == escape) & (fmt is not None)
-    literals = words(changes.literals) if fmt else np.zeros(0, np.uint8)
-    return Found(bitmap, moves, literals, per_cta(flags, ctas), per_cta(is_literal, ctas))
+def payload_of(unit: Unit, layout: Layout, rank: int) -> torch.Tensor:
+    found = encoded(unit, layout.kind, rank)
+    table = layout.table(found.sizes)
+    payload = torch.full((layout.end(table),), 0x77, dtype=torch.uint8)
+    payload[HEAD_BYTES : HEAD_BYTES + 8 * len(table)] = table.view(torch.uint8)
+    arena = torch.full((layout.end(table) - layout.arena_at,), 0x77, dtype=torch.uint8)
+    found.pack(expected, SectionRoom(arena, table, layout.arena_at, layout.first), unit.tiles)
+    payload[layout.arena_at :] = arena
+    return payload
 
 
-def applied_in_part(
-    last: Array, fmt: FloatFormat | None, escape: int, flags: Array, changes_up_to: Array, literals_up_to: Array,
-    moves: Array, literals: Array,
-) -> tuple[Array, int]:  # fmt: skip
-    """What apply makes of data that may be damaged, a tile at a time in plain Python -> (values, damage)."""
-    values, damage = last.copy(), 0
-    for cta, first in enumerate(range(0, len(last), CTA_VALUES)):
-        stop = min(first + CTA_VALUES, len(last))
-        tiles = [np.arange(start, min(start + TILE, stop)) for start in range(first, stop, TILE)]
-        chosen = [tile[flags[tile]] for tile in tiles]
-        place = int(changes_up_to[cta]) - sum(map(len, chosen))
-        found: list[tuple[Array, Array]] = []
-        for places in chosen:
-            inside = place >= 0 and place + len(places) <= len(moves)
-            damage |= len(places) > 0 and not inside
-            found.append((places, moves[place : place + len(places)]) if inside else (places[:0], moves[:0]))
-            place += len(places)
-        counts = [int((symbols == escape).sum()) if fmt else 0 for _, symbols in found]
-        place = int(literals_up_to[cta]) - sum(counts)
-        for (places, symbols), count in zip(found, counts, strict=True):
-            fresh = moved(last[places], symbols, fmt)
-            if count and not 0 <= place <= len(literals) - count:
-                damage = 1
-            else:
-                if count:
-                    fresh[symbols == escape] = literals[place : place + count]
-                values[places] = fresh
-            place += count
-    return values, int(damage)
+def peers_of(world_size: int, own: int) -> list[int]:
+    return [rank for rank in range(world_size) if rank != own]
 
 
 def one_by_one(runs: Iterable[Callable[[Executor], None]]) -> Callable[[Executor], None]:
@@ -270,81 +470,374 @@ def one_by_one(runs: Iterable[Callable[[Executor], None]]) -> Callable[[Executor
     return run
 
 
+# ---- sender
+
+
+def scan_case(unit: Unit, kind: str, alignment: str = "16") -> Callable[[Executor], None]:
+    def run(executor: Executor) -> None:
+        buffers, fresh, last = Buffers(executor, alignment), unit.fresh[0], remembered(unit, kind, 0)
+        tiles = buffers.tiles(unit.tiles)
+        if kind == "values":
+            found = cuda.scan_values(buffers.put(fresh), buffers.put(last), tiles, unit.fmt, unit.escape)
+        else:
+            found = cuda.scan_exponents(buffers.put(fresh), buffers.put(last), tiles, unit.fmt)
+        wanted = encoded(unit, kind, 0)
+        buffers.expect(found.bits, wanted.scan.bits, "bits")
+        buffers.expect(found.up_to, wanted.scan.up_to, "up_to")
+        item_bytes = unit.fmt.item_bytes if kind == "values" else 0
+        buffers.expect(cuda.change_sizes(found, tiles, item_bytes), wanted.sizes, "sizes")
+
+    return run
+
+
+def pack_case(
+    unit: Unit, kind: str, alignment: str = "16", first: int = 1, missing: int = 0, arena_at: int | None = None
+) -> Callable[[Executor], None]:
+    """Sections from what the reference found. missing: bytes that the arena lacks; then nothing must be written.
+    arena_at: another byte of the payload than that of the first section."""
+
+    def run(executor: Executor) -> None:
+        buffers, layout = Buffers(executor, alignment), Layout(kind, first)
+        wanted = encoded(unit, kind, 0)
+        table = layout.table(wanted.sizes)
+        at = layout.arena_at if arena_at is None else arena_at
+        sections_at = None if arena_at is None else layout.sections_at
+        arena = executor.alloc(max(0, layout.end(table) - at - missing))
+        room = SectionRoom(arena, buffers.put(table), at, first, sections_at)
+        wanted.pack(cuda, room, buffers.tiles(unit.tiles), buffers.put)
+        buffers.expect_filled(
+            arena,
+            lambda flat: wanted.pack(expected, SectionRoom(flat, table, at, first, sections_at), unit.tiles),
+            "arena",
+        )
+        is_untouched = bool((executor.download(arena) == executor.pattern).all())
+        assert is_untouched == (missing > 0 or not wanted.sizes.any())
+
+    return run
+
+
+# ---- receiver
+
+
+def receive_case(
+    unit: Unit,
+    kind: str,
+    own: int,
+    alignment: str = "16",
+    first: int = 1,
+    gap: int = 8,
+    damage: Damaging | None = None,
+    must_tell: bool = False,
+) -> Callable[[Executor], None]:
+    """All ranks' payloads -> their rows. damage: what becomes of the payloads on the way; then the reference says what the rest
+    makes of it. must_tell: that it is noticed."""
+
+    def run(executor: Executor) -> None:
+        buffers, layout = Buffers(executor, alignment), Layout(kind, first)
+        payloads = sent_payloads(unit, layout, own)
+        if damage is not None:
+            payloads = damage(payloads)
+        peers = peers_of(unit.world_size, own)
+        if kind == "values":
+            before = torch.stack([unit.state(last) for last in unit.last])
+            after = torch.stack([unit.state(fresh) for fresh in unit.fresh])
+        else:
+            before = torch.stack([unit.exponents(unit.last[rank]) for rank in peers])
+            after = torch.stack([unit.exponents(unit.fresh[rank]) for rank in peers])
+        flat = rows_in(before.shape[1], gap, before)
+        on_device = buffers.put(flat)
+        flags = [torch.full((1,), 64, dtype=torch.int32) for _ in range(2)]
+        of_device = buffers.put(flags[1])
+        rows = as_rows(on_device, len(before), before.shape[1], gap)
+        receive(cuda, kind, buffers.payloads(payloads), unit, buffers.tiles(unit.tiles), rows, of_device)
+        wanted = as_rows(flat, len(before), before.shape[1], gap)
+        receive(expected, kind, payloads, unit, unit.tiles, wanted, flags[0])
+        if damage is None:
+            check_rows(unit, kind, wanted, after, own)
+        assert not must_tell or flags[0].item() == 64 | Damage.DAMAGED, "the reference has noticed nothing"
+        buffers.expect(on_device, flat, "rows")
+        buffers.expect(of_device, flags[0], "damage")
+
+    return run
+
+
+def receive(
+    kernels: TileKernels,
+    kind: str,
+    payloads: Payloads,
+    unit: Unit,
+    tiles: Tiles,
+    rows: torch.Tensor,
+    damage: torch.Tensor,
+) -> None:
+    if kind == "values":
+        kernels.apply_values(payloads, tiles, unit.fmt, unit.escape, rows, damage)
+    elif kind == "exponents":
+        kernels.apply_exponents(payloads, tiles, rows, damage)
+    else:
+        kernels.put_blocks(payloads, tiles, rows, damage)
+
+
+def check_rows(unit: Unit, kind: str, rows: torch.Tensor, fresh: torch.Tensor, own: int) -> None:
+    """The reference itself: rows have what was sent, in all places of the runs."""
+    ranks = range(unit.world_size) if kind == "values" else peers_of(unit.world_size, own)
+    for row, wanted, rank in zip(rows, fresh, ranks, strict=True):
+        for _, at, _, count in unit.tiles.table.tolist():
+            if kind != "values" or rank != own:
+                compare(row[at : at + count], wanted[at : at + count], f"the reference's row of rank {rank}")
+
+
+# ---- damage
+
+
+def edit(rank: int, change: Change) -> Damaging:
+    """Changes the bytes of one rank's payload."""
+
+    def damage(payloads: Payloads) -> Payloads:
+        data = padded_rows(payloads.data)
+        change(data[rank])
+        return replace(payloads, data=data)
+
+    return damage
+
+
+def cut(num_bytes: int) -> Damaging:
+    """All payloads are shorter."""
+    return lambda payloads: replace(payloads, data=padded_rows(payloads.data[:, :-num_bytes]))
+
+
+def cut_to(num_bytes: int) -> Damaging:
+    """All payloads end there."""
+    return lambda payloads: replace(payloads, data=padded_rows(payloads.data[:, :num_bytes]))
+
+
+def padded_rows(rows: torch.Tensor) -> torch.Tensor:
+    """A copy of the rows, from multiples of 16 bytes on."""
+    padded = torch.zeros(len(rows), -(-rows.shape[1] // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8)
+    padded[:, : rows.shape[1]] = rows
+    return padded[:, : rows.shape[1]]
+
+
+def entry(payload: torch.Tensor, number: int) -> torch.Tensor:
+    """A table entry, int64 [1], to be written to."""
+    return payload[HEAD_BYTES + 8 * number :][:8].view(torch.int64)
+
+
+def sections_in(payload: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """The unit's sections, to be written to."""
+    found, end = [], layout.sections_at
+    for number in range(layout.num_sections):
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        end = int(entry(payload, number)) & (1 << 56) - 1
+        found.append(payload[start:end])
+    return found[layout.first : -1]
+
+
+class Damages:
+    """What may happen to the payload of a rank, by name. It has a unit of several tiles (or groups of blocks), in all of which
+    something changed. `noticed`: what must be; the others may only lead to other values."""
+
+    def __init__(self, kind: str, rank: int, first: int = 1) -> None:
+        self.rank, self.layout = rank, Layout(kind, first)
+        self.noticed: dict[str, Damaging] = {}
+        self.others: dict[str, Damaging] = {}
+        self._of_the_table()
+        self._of_offsets()
+        self._of_bits()
+        self._of_everything()
+
+    def _add(self, name: str, change: Change, is_noticed: bool = True) -> None:
+        (self.noticed if is_noticed else self.others)[name] = edit(self.rank, change)
+
+    def _in_section(self, number: int, change: Change) -> Change:
+        return lambda payload: change(sections_in(payload, self.layout)[number])
+
+    def _of_the_table(self) -> None:
+        first, count = self.layout.first, NUM_SECTIONS[self.layout.kind]
+        far = TILES << 56 | (1 << 56) - 1
+        for k in range(first, first + count):
+            self._add(f"section {k} ends a byte later", lambda payload, k=k: entry(payload, k).add_(1))
+            self._add(f"section {k} ends 16 bytes earlier", lambda payload, k=k: entry(payload, k).sub_(16))
+            self._add(f"section {k} ends at 0", lambda payload, k=k: entry(payload, k).fill_(TILES << 56))
+            self._add(f"section {k} ends behind", lambda payload, k=k: entry(payload, k).add_(1 << 20))
+            self._add(f"section {k} ends far behind", lambda payload, k=k: entry(payload, k).fill_(far))
+            self._add(f"section {k} is coded", lambda payload, k=k: entry(payload, k).bitwise_xor_(1 << 56))
+            self._add(f"section {k} has the top bit", lambda payload, k=k: entry(payload, k).bitwise_or_(-(1 << 63)))
+        if first:
+            self._add("the section before ends far behind", lambda payload: entry(payload, first - 1).fill_(far))
+            self._add("the section before ends earlier", lambda payload: entry(payload, first - 1).sub_(16))
+        table = slice(HEAD_BYTES, HEAD_BYTES + 8 * self.layout.num_sections)
+        self._add("all sections end far behind", lambda payload: payload[table].fill_(TILES))
+        self._add("all sections are far behind", lambda payload: payload[table].view(torch.int64).add_(1 << 40))
+        self._add("all sections are empty", lambda payload: payload[table].view(torch.int64).fill_(TILES << 56), False)
+
+    def _of_offsets(self) -> None:
+        kind = self.layout.kind
+        section, columns = (1, 1) if kind == "blocks" else (0, 3)
+
+        def at(row: int, column: int, change: Change) -> Change:
+            return self._in_section(
+                section, lambda raw: change(raw.view(torch.int32).view(-1, columns)[row, column : column + 1])
+            )
+
+        for column in range(columns):
+            for row, where in ((0, "first"), (1, "second"), (-1, "last")):
+                self._add(f"{where} offset {column} is one more", at(row, column, lambda number: number.add_(1)))
+                self._add(f"{where} offset {column} is the largest", at(row, column, lambda number: number.fill_(-1)))
+            is_wrong = (kind, column) != ("exponents", 2)  # of literals, which they do not have
+            self._add(f"second offset {column} is 0", at(1, column, lambda number: number.fill_(0)), is_wrong)
+        self._add(
+            "all offsets are 2**30 more", self._in_section(section, lambda raw: raw.view(torch.int32).add_(1 << 30))
+        )
+        self._add("all offsets are the largest", self._in_section(section, lambda raw: raw.fill_(255)))
+        self._add("all offsets are 0", self._in_section(section, lambda raw: raw.fill_(0)))
+
+    def _of_bits(self) -> None:
+        kind = self.layout.kind
+        bits = 0 if kind == "blocks" else 1
+        self._add("a bit more is set", self._in_section(bits, set_lowest_clear_bit))
+        self._add("bits are cleared", self._in_section(bits, lambda raw: raw.bitwise_and_(raw - 1)))
+        self._add("all bits are set", self._in_section(bits, lambda raw: raw.fill_(255)))
+        self._add("no bit is set", self._in_section(bits, lambda raw: raw.fill_(0)))
+        if kind != "blocks":
+            self._add("a byte of level 2 has all bits", self._in_section(2, lambda raw: raw[:1].fill_(255)))
+            self._add("level 2 is 0", self._in_section(2, lambda raw: raw.fill_(0)))
+        if kind == "values":
+            self._add("all moves are escapes", self._in_section(3, lambda raw: raw.fill_(255)))
+            self._add("no move is an escape", self._in_section(3, lambda raw: raw.fill_(1)))
+            self._add("literals are others", self._in_section(4, lambda raw: raw.bitwise_xor_(255)), False)
+
+    def _of_everything(self) -> None:
+        layout = self.layout
+        for seed in range(3):
+            self._add(f"noise {seed}", lambda payload, seed=seed: noise(payload[layout.arena_at :], seed), False)
+            self._add(f"all is noise {seed}", lambda payload, seed=seed: noise(payload[HEAD_BYTES:], seed), False)
+            self._add(f"flipped bits {seed}", lambda payload, seed=seed: flip_bits(payload[HEAD_BYTES:], seed), False)
+        for num_bytes in (1, 8, 40):
+            self.others[f"{num_bytes} bytes are missing"] = cut(num_bytes)
+        self.noticed["nearly all is missing"] = cut_to(layout.arena_at + 20)
+        self.others["a row is not ok"] = lambda payloads: replace(
+            payloads, row_ok=torch.where(torch.arange(len(payloads.row_ok)) == self.rank, 0, payloads.row_ok)
+        )
+
+
+def set_lowest_clear_bit(section: torch.Tensor) -> None:
+    """In the first byte that has one."""
+    place = int((section != 255).nonzero()[0])
+    section[place] |= ~section[place] & (section[place] + 1)
+
+
+def noise(section: torch.Tensor, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    section.copy_(torch.from_numpy(generator.integers(0, 256, len(section), np.uint8)))
+
+
+def flip_bits(section: torch.Tensor, seed: int) -> None:
+    """About one of 2000."""
+    generator = np.random.default_rng([seed, 1])
+    for place in generator.integers(0, 8 * len(section), 1 + len(section) // 250).tolist():
+        section[place // 8] ^= 1 << place % 8
+
+
 # ---- planes
 
 
-def split_case(
-    fmt: FloatFormat, values: torch.Tensor, alignment: str = "16", wanted: str = "exponents low top", more_ctas: int = 0
-) -> Callable[[Executor], None]:
+def split_case(unit: Unit, wanted: str = "low top exponents", alignment: str = "16") -> Callable[[Executor], None]:
     def run(executor: Executor) -> None:
-        buffers, count = Buffers(executor, alignment), len(values)
-        sizes = {"exponents": count, "low": count * fmt.low_bytes, "top": packed_bytes(count, fmt.top_bits)}
-        planes = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
-        reference.split_planes(values, fmt, planes["exponents"], planes["low"], planes["top"])
-        rooms = {name: buffers.room(np.uint8, size) if name in wanted else 0 for name, size in sizes.items()}
-        executor.launch(
-            f"split_{fmt.name}", (num_ctas(count) + more_ctas, 1), buffers.put(values), count, *rooms.values()
-        )
+        buffers, fmt, tiles = Buffers(executor, alignment), unit.fmt, unit.tiles
+        sizes = {
+            "low": tiles.num_plane_values * fmt.low_bytes,
+            "top": packed_bytes(tiles.num_plane_values, fmt.top_bits),
+            "exponents": tiles.num_state_values,
+        }
+        names = [name for name in sizes if name in wanted and sizes[name]]
+        rooms = {name: buffers.room(sizes[name]) for name in names}
+        values = buffers.put(unit.fresh[0])
+        cuda.split_tiles(values, buffers.tiles(tiles), fmt, *map(rooms.get, sizes))
+
+        def split_into(name: str) -> Callable[[torch.Tensor], None]:
+            def fill(flat: torch.Tensor) -> None:
+                others = {one: torch.zeros(sizes[one], dtype=torch.uint8) for one in names} | {name: flat}
+                expected.split_tiles(unit.fresh[0], tiles, fmt, *map(others.get, sizes))
+
+            return fill
+
         for name, room in rooms.items():
-            if room:
-                buffers.expect(room, planes[name], name)
+            buffers.expect_filled(room, split_into(name), name)
+
+    return run
+
+
+def split_rows_case(unit: Unit, own: int, alignment: str = "16", gap: int = 5) -> Callable[[Executor], None]:
+    def run(executor: Executor) -> None:
+        buffers, num_peers = Buffers(executor, alignment), len(peers_of(unit.world_size, own))
+        rows, count = torch.stack(unit.fresh), unit.tiles.num_state_values
+        there = as_rows(buffers.put(rows_in(unit.num_values, gap, rows)), unit.world_size, unit.num_values, gap)
+        room = buffers.room(num_peers * (count + gap) - gap)
+        tiles = buffers.tiles(unit.tiles)
+        cuda.split_rows(there, own, tiles, unit.fmt, as_rows(room, num_peers, count, gap))
+        buffers.expect_filled(
+            room,
+            lambda flat: expected.split_rows(rows, own, unit.tiles, unit.fmt, as_rows(flat, num_peers, count, gap)),
+            "exponents",
+        )
 
     return run
 
 
 def merge_case(
-    fmt: FloatFormat, values: torch.Tensor, alignment: str = "16", rows: int = 1, gap: int = 0, more_ctas: int = 0
+    unit: Unit, own: int, alignment: str = "16", gap: int = 5, fixed_at: int = HEAD_BYTES, not_ok: int | None = None
 ) -> Callable[[Executor], None]:
-    """`values` [rows * n]; every row of every buffer is followed by a gap."""
+    """Planes that the reference split, a payload each; and the values that come out."""
 
     def run(executor: Executor) -> None:
-        buffers, count = Buffers(executor, alignment), len(values) // rows
-        exponents_stride, out_stride = count + gap, count + gap
-        planes_stride = fmt.remainder_bytes(count) + gap
-        exponents = np.full((rows, exponents_stride), 0x55, np.uint8)
-        planes = np.full((rows, planes_stride), 0x55, np.uint8)
-        for row in range(rows):
-            part, low_bytes = values[row * count : (row + 1) * count], count * fmt.low_bytes
-            one = [
-                torch.empty(size, dtype=torch.uint8) for size in (count, low_bytes, packed_bytes(count, fmt.top_bits))
-            ]
-            reference.split_planes(part, fmt, *one)
-            exponents[row, :count] = one[0].numpy()
-            planes[row, : planes_stride - gap] = torch.cat(one[1:]).numpy()
-        low = buffers.put(planes.reshape(-1)[: planes.size - gap])
-        out = buffers.room(word_dtype(fmt), rows * out_stride - gap)
-        executor.launch(
-            f"merge_{fmt.name}", (num_ctas(count) + more_ctas, rows),
-            buffers.put(exponents.reshape(-1)[: exponents.size - gap]), exponents_stride,
-            low, low + count * fmt.low_bytes, planes_stride, count, out, out_stride,
-        )  # fmt: skip
-        for row in range(rows):
-            start = out + row * out_stride * fmt.item_bytes
-            buffers.expect(start, values[row * count : (row + 1) * count], f"row {row}")
-            if row + 1 < rows:
-                assert executor.untouched(start + count * fmt.item_bytes, gap * fmt.item_bytes)
+        buffers, fmt, tiles = Buffers(executor, alignment), unit.fmt, unit.tiles
+        low_bytes, top_bytes = (
+            tiles.num_plane_values * fmt.low_bytes,
+            packed_bytes(tiles.num_plane_values, fmt.top_bits),
+        )
+        peers, world_size = peers_of(unit.world_size, own), unit.world_size
+        data = torch.full((world_size, fixed_at + low_bytes + top_bytes), 0x77, dtype=torch.uint8)
+        exponents = torch.zeros(world_size, tiles.num_state_values, dtype=torch.uint8)
+        for payload, row, fresh in zip(data, exponents, unit.fresh, strict=True):
+            low, top = payload[fixed_at:][:low_bytes], payload[fixed_at + low_bytes :]
+            expected.split_tiles(fresh, tiles, fmt, low, top if fmt.top_bits else None, row)
+        row_ok = torch.tensor([rank != not_ok for rank in range(world_size)], dtype=torch.int32)
+        payloads = Payloads(padded_rows(data), own, row_ok, HEAD_BYTES, 0, 0)
+        state = rows_in(tiles.num_state_values, gap, exponents[peers])
+        there = as_rows(buffers.put(state), len(peers), tiles.num_state_values, gap)
+        num_values = world_size * (unit.num_values + gap) - gap
+        out = buffers.room(num_values, fmt.dtype)
+        cuda.merge_rows(there, buffers.payloads(payloads), fixed_at, buffers.tiles(tiles), fmt,
+                        as_rows(out, world_size, unit.num_values, gap))  # fmt: skip
+
+        def fill(flat: torch.Tensor) -> None:
+            rows = as_rows(flat, world_size, unit.num_values, gap)
+            expected.merge_rows(exponents[peers], payloads, fixed_at, tiles, fmt, rows)
+            for rank in peers:
+                for start, count in unit.runs:
+                    if rank != not_ok:
+                        compare(
+                            rows[rank, start : start + count], unit.fresh[rank][start : start + count], "the reference"
+                        )
+
+        buffers.expect_filled(out, fill, "out")
 
     return run
 
 
-def far_rows_case(fmt: FloatFormat) -> Callable[[Executor], None]:
-    """Each row of each buffer has an allocation of its own, so that strides are what lies between these."""
-
+def copy_case(unit: Unit, own: int, alignment: str = "16", gap: int = 5) -> Callable[[Executor], None]:
     def run(executor: Executor) -> None:
-        count, rows, starts = 261, [], []
-        for seed in range(2):
-            values = some_values(fmt, count, seed)
-            one = [torch.empty(size, dtype=torch.uint8) for size in (count, fmt.remainder_bytes(count))]
-            low, top = one[1][: count * fmt.low_bytes], one[1][count * fmt.low_bytes :]
-            reference.split_planes(values, fmt, one[0], low, top)
-            rows.append(values)
-            starts.append([*(executor.upload(plane.numpy()) for plane in one), executor.alloc(values.nbytes)])
-        (exponents, low_start, out), strides = starts[0], [b - a for a, b in zip(*starts, strict=True)]
-        executor.launch(f"merge_{fmt.name}", (1, 2), exponents, strides[0], low_start, low_start + count * fmt.low_bytes,
-                        strides[1], count, out, strides[2] // fmt.item_bytes)  # fmt: skip
-        buffers = Buffers(executor, "16")
-        for row, (_, _, start) in enumerate(starts):
-            buffers.expect(start, rows[row], f"row {row}")
+        buffers, world_size, count = Buffers(executor, alignment), unit.world_size, unit.tiles.num_state_values
+        rows = torch.stack([unit.state(fresh) for fresh in unit.fresh])
+        there = as_rows(buffers.put(rows_in(count, gap, rows)), world_size, count, gap)
+        out = buffers.room(world_size * (unit.num_values + gap) - gap, unit.fmt.dtype)
+        cuda.copy_out(there, own, buffers.tiles(unit.tiles), as_rows(out, world_size, unit.num_values, gap))
+        buffers.expect_filled(
+            out,
+            lambda flat: expected.copy_out(rows, own, unit.tiles, as_rows(flat, world_size, unit.num_values, gap)),
+            "out",
+        )
 
     return run
 
@@ -352,306 +845,27 @@ def far_rows_case(fmt: FloatFormat) -> Callable[[Executor], None]:
 # ---- blocks
 
 
-def hash_case(
-    fmt: FloatFormat, values: torch.Tensor, block_size: int, alignment: str = "16", more_ctas: int = 0
-) -> Callable[[Executor], None]:
+def hash_case(unit: Unit, with_last: bool = True, alignment: str = "16") -> Callable[[Executor], None]:
     def run(executor: Executor) -> None:
-        buffers, count = Buffers(executor, alignment), len(values)
-        hashes = reference.hash_blocks(values, fmt, block_size)
-        room = buffers.room(np.int64, hashes.numel())
-        ctas = max(1, -(-len(hashes) // CTA_WARPS)) + more_ctas
-        executor.launch(f"hash_{fmt.name}", (ctas, 1), buffers.put(values), count, block_size, room)
-        buffers.expect(room, hashes, "hashes")
+        buffers, tiles, fmt = Buffers(executor, alignment), unit.tiles, unit.fmt
+        last = expected.hash_blocks(unit.last[0], tiles, fmt, None)[0] if with_last else None
+        if last is not None and len(last) > 1:
+            last[0, 0], last[1, 1] = -1, -1  # one half differs is enough
+        there = None if last is None else buffers.put(last)
+        hashes, changed = cuda.hash_blocks(buffers.put(unit.fresh[0]), buffers.tiles(tiles), fmt, there)
+        wanted = expected.hash_blocks(unit.fresh[0], tiles, fmt, last)
+        buffers.expect(hashes, wanted[0], "hashes")
+        buffers.expect(changed, wanted[1], "changed")
+        sizes, ranks = cuda.block_sizes(changed, tiles)
+        for found, right, what in zip(
+            (sizes, ranks), expected.block_sizes(wanted[1], tiles), ("sizes", "ranks"), strict=True
+        ):
+            buffers.expect(found, right, what)
 
     return run
 
 
-def some_ranks(num_blocks: int, share: float, seed: int = 2) -> npt.NDArray[np.int64]:
-    """The rank of each chosen block among the chosen ones, -1 of the others; the last block is chosen if any is."""
-    chosen = np.random.default_rng(seed).random(num_blocks) < share
-    chosen[-1:] = share > 0
-    return np.where(chosen, np.cumsum(chosen) - 1, -1)
-
-
-def exponents_of(values: torch.Tensor, fmt: FloatFormat) -> Bytes:
-    exponents = torch.empty(len(values), dtype=torch.uint8)
-    reference.split_planes(values, fmt, exponents)
-    return exponents.numpy()
-
-
-def taken(values: torch.Tensor, fmt: FloatFormat, block_size: int, ranks: Array) -> Bytes:
-    """The chosen blocks' exponents, side by side."""
-    exponents = exponents_of(values, fmt)
-    blocks = [exponents[k * block_size : (k + 1) * block_size] for k in np.flatnonzero(ranks >= 0)]
-    return np.concatenate([*blocks, exponents[:0]])
-
-
-def take_case(
-    fmt: FloatFormat, values: torch.Tensor, block_size: int, share: float, alignment: str = "16", more_ctas: int = 0
-) -> Callable[[Executor], None]:
-    def run(executor: Executor) -> None:
-        buffers, count = Buffers(executor, alignment), len(values)
-        ranks = some_ranks(-(-count // block_size), share)
-        expected = taken(values, fmt, block_size, ranks)
-        room = buffers.room(np.uint8, len(expected))
-        ctas = max(1, -(-len(ranks) // CTA_WARPS)) + more_ctas
-        executor.launch(
-            f"take_blocks_{fmt.name}", (ctas, 1), buffers.put(values), count, block_size, buffers.put(ranks), room
-        )
-        buffers.expect(room, expected, "exponents")
-
-    return run
-
-
-def put_case(
-    num_blocks: int, block_size: int, missing: int, share: float, alignment: str = "16", more_ctas: int = 0
-) -> Callable[[Executor], None]:
-    """`missing`: how many exponents of the last block are not there."""
-
-    def run(executor: Executor) -> None:
-        buffers = Buffers(executor, alignment)
-        ranks = some_ranks(num_blocks, share)
-        generator = np.random.default_rng(num_blocks)
-        fresh = generator.integers(1, 256, max(0, int((ranks >= 0).sum()) * block_size - missing), np.uint8)
-        cache = generator.integers(1, 256, num_blocks * block_size, np.uint8)
-        expected = cache.reshape(num_blocks, block_size).copy()
-        expected[ranks >= 0] = np.pad(fresh, (0, -len(fresh) % block_size)).reshape(-1, block_size)
-        room = buffers.put(cache)
-        ctas = max(1, -(-num_blocks // CTA_WARPS)) + more_ctas
-        executor.launch(
-            "put_blocks", (ctas, 1), buffers.put(fresh), len(fresh), block_size, buffers.put(ranks), num_blocks, room
-        )
-        buffers.expect(room, expected, "cache")
-
-    return run
-
-
-def blocks_pipeline(fmt: FloatFormat, num_values: int, block_size: int) -> Callable[[Executor], None]:
-    """hash of both -> ranks of the blocks that differ -> take -> put, after which the caches are equal."""
-
-    def run(executor: Executor) -> None:
-        buffers = Buffers(executor, "mixed")
-        last = some_values(fmt, num_values)
-        fresh = last.clone()
-        fresh[block_size // 2 :: 3 * block_size] = 1.5
-        fresh[-1] = 0.75
-        num_blocks = -(-num_values // block_size)
-        ctas = -(-num_blocks // CTA_WARPS)
-        hashes = []
-        for values in (last, fresh):
-            room = buffers.room(np.int64, 2 * num_blocks)
-            executor.launch(f"hash_{fmt.name}", (ctas, 1), buffers.put(values), num_values, block_size, room)
-            hashes.append(torch.from_numpy(executor.download(room, np.int64, 2 * num_blocks)).view(-1, 2))
-        differs = (hashes[0] != hashes[1]).any(1)
-        ranks = torch.where(differs, differs.cumsum(0) - 1, -1)
-        sent = int(differs.sum()) * block_size
-        if differs[-1]:
-            sent -= num_blocks * block_size - num_values
-        exponents = buffers.room(np.uint8, sent)
-        executor.launch(f"take_blocks_{fmt.name}", (ctas, 1), buffers.put(fresh), num_values, block_size,
-                        buffers.put(ranks), exponents)  # fmt: skip
-        padding = num_blocks * block_size - num_values
-        caches = [np.pad(exponents_of(values, fmt), (0, padding)) for values in (last, fresh)]
-        cache = buffers.put(caches[0])
-        executor.launch("put_blocks", (ctas, 1), exponents, sent, block_size, buffers.put(ranks), num_blocks, cache)
-        buffers.expect(cache, caches[1], "cache")
-
-    return run
-
-
-# ---- changes
-
-
-@dataclass(frozen=True)
-class Change:
-    """Inputs of the change kernels."""
-
-    fmt: FloatFormat | None
-    last: torch.Tensor
-    fresh: torch.Tensor
-    escape: int
-    alignment: str = "16"
-    more_ctas: int = 0
-
-    @property
-    def name(self) -> str:
-        return self.fmt.name if self.fmt else "byte"
-
-    @property
-    def ctas(self) -> int:
-        return num_ctas(len(self.last)) + self.more_ctas
-
-    def found(self) -> Found:
-        return found_by_reference(self.fresh, self.last, self.fmt, self.escape, self.ctas)
-
-    def bitmap_with_tail(self) -> Bytes:
-        """Bits behind the last value mean nothing, so here they are set."""
-        bitmap = self.found().bitmap.copy()
-        if len(self.last) % 8:
-            bitmap[-1] |= 0xFF << len(self.last) % 8 & 0xFF
-        return bitmap
-
-
-def scan_case(change: Change) -> Callable[[Executor], None]:
-    def run(executor: Executor) -> None:
-        buffers, found = Buffers(executor, change.alignment), change.found()
-        bitmap = buffers.room(np.uint8, len(found.bitmap))
-        counts = [buffers.room(np.int64, change.ctas) for _ in range(2)]
-        executor.launch(f"scan_{change.name}", (change.ctas, 1), buffers.put(change.fresh), buffers.put(change.last),
-                        len(change.last), change.escape, bitmap, *counts)  # fmt: skip
-        buffers.expect(bitmap, found.bitmap, "bitmap")
-        buffers.expect(counts[0], found.num_changed, "num_changed")
-        buffers.expect(counts[1], found.num_literals, "num_literals")
-
-    return run
-
-
-def compact_case(change: Change) -> Callable[[Executor], None]:
-    def run(executor: Executor) -> None:
-        buffers, found = Buffers(executor, change.alignment), change.found()
-        last = buffers.put(change.last)
-        moves, literals = (
-            buffers.room(np.uint8, len(found.moves)),
-            buffers.room(found.literals.dtype, len(found.literals)),
-        )
-        executor.launch(
-            f"compact_{change.name}", (change.ctas, 1), buffers.put(change.fresh), last, len(change.last), change.escape,
-            buffers.put(found.bitmap), buffers.put(found.changes_up_to), buffers.put(found.literals_up_to), moves, literals,
-        )  # fmt: skip
-        buffers.expect(moves, found.moves, "moves")
-        buffers.expect(literals, found.literals, "literals")
-        buffers.expect(last, change.fresh, "last")
-
-    return run
-
-
-def count_changes_case(change: Change) -> Callable[[Executor], None]:
-    def run(executor: Executor) -> None:
-        buffers = Buffers(executor, change.alignment)
-        counts = buffers.room(np.int64, change.ctas)
-        bitmap = buffers.put(change.bitmap_with_tail())
-        executor.launch("count_changes", (change.ctas, 1), bitmap, len(change.last), counts)
-        buffers.expect(counts, change.found().num_changed, "num_changed")
-
-    return run
-
-
-def count_escapes_case(change: Change, num_moves: int | None = None) -> Callable[[Executor], None]:
-    """`num_moves`: fewer moves than the offsets say."""
-
-    def run(executor: Executor) -> None:
-        buffers, found = Buffers(executor, change.alignment), change.found()
-        moves, ends = found.moves[:num_moves], found.changes_up_to
-        starts = [0, *ends.tolist()][:-1]
-        expected = np.array([(moves[a:b] == change.escape).sum() for a, b in zip(starts, ends, strict=True)], np.int64)
-        counts = buffers.room(np.int64, len(ends))
-        executor.launch("count_escapes", (-(-len(ends) // CTA_WARPS), 1), buffers.put(moves), len(moves), buffers.put(ends),
-                        len(ends), change.escape, counts)  # fmt: skip
-        buffers.expect(counts, expected, "num_literals")
-
-    return run
-
-
-def apply_case(change: Change, with_out: bool = True) -> Callable[[Executor], None]:
-    def run(executor: Executor) -> None:
-        buffers, found = Buffers(executor, change.alignment), change.found()
-        values, damage = buffers.put(change.last), executor.flag()
-        out = buffers.room(word_dtype(change.fmt), len(change.last)) if with_out else 0
-        executor.launch(
-            f"apply_{change.name}", (change.ctas, 1), values, len(change.last), change.escape,
-            buffers.put(change.bitmap_with_tail()), buffers.put(found.changes_up_to), buffers.put(found.literals_up_to),
-            buffers.put(found.moves), len(found.moves), buffers.put(found.literals), len(found.literals), out, damage,
-        )  # fmt: skip
-        bits, moves = torch.from_numpy(found.bitmap), torch.from_numpy(found.moves)
-        literals = torch.from_numpy(
-            found.literals.view(found.literals.dtype.str.replace("u", "i" if change.fmt else "u"))
-        )
-        received = Received(Form(escape=change.escape), bits, None, moves[:0], moves, literals)
-        expected = change.last.clone()
-        reference.apply_changes(expected, change.fmt, received)
-        assert (words(expected) == words(change.fresh)).all(), "the reference itself"
-        buffers.expect(values, expected, "values")
-        if out:
-            buffers.expect(out, expected, "out")
-        buffers.expect(damage, np.zeros(1, np.uint32), "damage")
-
-    return run
-
-
-def damaged_case(
-    change: Change, num_moves: int | None = None, num_literals: int | None = None, offsets: str = "right"
-) -> Callable[[Executor], None]:
-    """apply with too few moves or literals, or with offsets that are all 0 or of moves and literals that are not there."""
-
-    def run(executor: Executor) -> None:
-        buffers, found = Buffers(executor, change.alignment), change.found()
-        moves, literals = found.moves[:num_moves], found.literals[:num_literals]
-        changes_up_to, literals_up_to = found.changes_up_to, found.literals_up_to
-        if offsets == "no moves":
-            changes_up_to = np.zeros_like(changes_up_to)
-        if offsets == "no literals":
-            literals_up_to = np.zeros_like(literals_up_to)
-        if offsets == "far":
-            changes_up_to, literals_up_to = changes_up_to + (1 << 40), literals_up_to + (1 << 40)
-        flags = np.unpackbits(found.bitmap, bitorder="little")[: len(change.last)].astype(bool)
-        expected, damage = applied_in_part(words(change.last), change.fmt, change.escape, flags, changes_up_to,
-                                           literals_up_to, moves, literals)  # fmt: skip
-        assert damage or not len(found.moves)
-        values, flag = buffers.put(change.last), executor.flag()
-        out = buffers.room(word_dtype(change.fmt), len(change.last))
-        executor.launch(
-            f"apply_{change.name}", (change.ctas, 1), values, len(change.last), change.escape, buffers.put(found.bitmap),
-            buffers.put(changes_up_to), buffers.put(literals_up_to), buffers.put(moves), len(moves), buffers.put(literals),
-            len(literals), out, flag,
-        )  # fmt: skip
-        buffers.expect(values, expected, "values")
-        buffers.expect(out, expected, "out")
-        buffers.expect(flag, np.array([damage], np.uint32), "damage")
-
-    return run
-
-
-def changes_pipeline(change: Change) -> Callable[[Executor], None]:
-    """scan -> cumsum -> compact, sent as they are; count_changes -> cumsum -> count_escapes -> cumsum -> apply."""
-
-    def run(executor: Executor) -> None:
-        buffers, count, grid = Buffers(executor, change.alignment), len(change.last), (change.ctas, 1)
-        escape, name, item_dtype = change.escape, change.name, word_dtype(change.fmt)
-
-        def summed(address: int) -> torch.Tensor:
-            return torch.from_numpy(executor.download(address, np.int64, change.ctas)).cumsum(0)
-
-        fresh, last = buffers.put(change.fresh), buffers.put(change.last)
-        bitmap = buffers.room(np.uint8, packed_bytes(count, 1))
-        counts = [buffers.room(np.int64, change.ctas) for _ in range(2)]
-        executor.launch(f"scan_{name}", grid, fresh, last, count, escape, bitmap, *counts)
-        up_to = [summed(address) for address in counts]
-        num_moves, num_literals = (int(offsets[-1]) for offsets in up_to)
-        moves, literals = buffers.room(np.uint8, num_moves), buffers.room(item_dtype, num_literals)
-        executor.launch(
-            f"compact_{name}", grid, fresh, last, count, escape, bitmap, *map(buffers.put, up_to), moves, literals
-        )
-        buffers.expect(last, change.fresh, "last")
-
-        values, damage = buffers.put(change.last), executor.flag()
-        executor.launch("count_changes", grid, bitmap, count, num_changed := buffers.room(np.int64, change.ctas))
-        changes_up_to = buffers.put(summed(num_changed))
-        num_escapes = buffers.room(np.int64, change.ctas)
-        executor.launch("count_escapes", (-(-change.ctas // CTA_WARPS), 1), moves, num_moves, changes_up_to, change.ctas,
-                        escape, num_escapes)  # fmt: skip
-        # bytes have no literals, but moves that look like an escape; apply takes no notice of them
-        literals_up_to = buffers.put(summed(num_escapes))
-        out = buffers.room(item_dtype, count)
-        executor.launch(f"apply_{name}", grid, values, count, escape, bitmap, changes_up_to, literals_up_to, moves, num_moves,
-                        literals, num_literals, out, damage)  # fmt: skip
-        buffers.expect(values, change.fresh, "values")
-        buffers.expect(out, change.fresh, "out")
-        buffers.expect(damage, np.zeros(1, np.uint32), "damage")
-
-    return run
-
-
-# ---- checksums
+# ---- checksums and heads
 
 
 def mixed(word: int, j: int) -> int:
@@ -664,278 +878,356 @@ def mixed(word: int, j: int) -> int:
 
 
 def checksum_case(
-    rows: int, num_bytes: int, gap: int = 0, ctas: int = 1, alignment: str = "16", zeros: bool = False
+    num_rows: int,
+    num_values: int,
+    dtype: torch.dtype = torch.uint8,
+    gap: int = 0,
+    alignment: str = "16",
+    most_ctas: int | None = None,
+    zeros: bool = False,
 ) -> Callable[[Executor], None]:
-    def run(executor: Executor) -> None:
-        buffers, stride = Buffers(executor, alignment), num_bytes + gap
-        data = np.random.default_rng(num_bytes).integers(0, 256, (rows, stride), np.uint8)
-        if zeros:
-            data[:, : num_bytes // 2 // 8 * 8] = 0
-        sums = buffers.put(np.zeros(rows, np.uint64))
-        executor.launch(
-            "checksum", (ctas, rows), buffers.put(data.reshape(-1)[: data.size - gap]), stride, num_bytes, sums
-        )
-        executor.launch("finish_checksums", (-(-rows // THREADS), 1), sums, rows)
-        expected = reference.checksum(torch.from_numpy(data[:, :num_bytes].copy()))
-        buffers.expect(sums, expected.numpy(), "checksums")
+    """most_ctas: in place of cuda.MOST_CHECKSUM_CTAS, so that a CTA has several turns. zeros: of the first half."""
 
-    return run
-
-
-def sums_case(rows: int, num_bytes: int, ctas: int, alignment: str, gap: int = 0) -> Callable[[Executor], None]:
-    """checksum alone, added to what is in the sums."""
-
-    def run(executor: Executor) -> None:
-        buffers, stride = Buffers(executor, alignment), num_bytes + gap
-        generator = np.random.default_rng(num_bytes)
-        data = generator.integers(0, 256, (rows, stride), np.uint8)
-        before = generator.integers(0, 1 << 63, rows, np.uint64)
-        sums = buffers.put(before)
-        executor.launch(
-            "checksum", (ctas, rows), buffers.put(data.reshape(-1)[: data.size - gap]), stride, num_bytes, sums
-        )
-        padded = np.pad(data[:, :num_bytes], ((0, 0), (0, -num_bytes % 8)))
-        numbers = padded.reshape(rows, -1).view(np.uint64)
-        terms = [[mixed(word, j) for j, word in enumerate(row)] for row in numbers.tolist()]
-        buffers.expect(sums, before + np.array(terms, np.uint64).reshape(rows, -1).sum(1, dtype=np.uint64), "sums")
-
-    return run
-
-
-def far_sums_case() -> Callable[[Executor], None]:
-    """Each row has an allocation of its own, so that the stride is what lies between them."""
-
-    def run(executor: Executor) -> None:
-        buffers = Buffers(executor, "16")
-        data = np.random.default_rng(0).integers(0, 256, (2, 2056), np.uint8)
-        first, second = (executor.upload(row) for row in data)
-        sums = buffers.put(np.zeros(2, np.uint64))
-        executor.launch("checksum", (2, 2), first, second - first, 2056, sums)
-        executor.launch("finish_checksums", (1, 1), sums, 2)
-        buffers.expect(sums, reference.checksum(torch.from_numpy(data)).numpy(), "checksums")
-
-    return run
-
-
-def finish_case(rows: int, alignment: str = "16") -> Callable[[Executor], None]:
     def run(executor: Executor) -> None:
         buffers = Buffers(executor, alignment)
-        sums = np.random.default_rng(rows).integers(-(1 << 63), 1 << 63, rows, np.int64)
-        room = buffers.put(sums)
-        executor.launch("finish_checksums", (-(-rows // THREADS), 1), room, rows)
-        buffers.expect(room, reference.splitmix64(torch.from_numpy(sums.copy())).numpy(), "checksums")
+        raw = np.random.default_rng(num_values).integers(0, 256, num_rows * num_values * dtype.itemsize, np.uint8)
+        rows = torch.from_numpy(raw).view(dtype).view(num_rows, num_values)
+        if zeros:
+            words_of(rows)[:, : num_values // 2 // 8 * 8] = 0
+        there = as_rows(buffers.put(rows_in(num_values, gap, rows)), num_rows, num_values, gap)
+        before = cuda.MOST_CHECKSUM_CTAS
+        cuda.MOST_CHECKSUM_CTAS = most_ctas or before
+        try:
+            buffers.expect(cuda.checksum(there), expected.checksum(rows), "checksums")
+        finally:
+            cuda.MOST_CHECKSUM_CTAS = before
+
+    return run
+
+
+def write_head_case(
+    name: int, own: int, promised: int, payload_bytes: int, on_device: bool, alignment: str = "16"
+) -> Callable[[Executor], None]:
+    def run(executor: Executor) -> None:
+        buffers = Buffers(executor, alignment)
+        one, other, num_bytes = (torch.tensor([number], dtype=torch.int64) for number in (own, promised, payload_bytes))
+        payload = buffers.room(HEAD_BYTES + 5)
+        known = buffers.put(num_bytes) if on_device else payload_bytes
+        cuda.write_head(payload, name, buffers.put(one), buffers.put(other), known)
+        buffers.expect_filled(payload, lambda flat: expected.write_head(flat, name, one, other, payload_bytes), "head")
+
+    return run
+
+
+NAME = 0xF123456789ABCDEF
+
+
+def some_heads(num_ranks: int) -> torch.Tensor:
+    """uint8 [num_ranks, 32]: right ones, and in turn one with each kind of fault."""
+    heads = np.zeros(num_ranks, HEAD)
+    for rank, head in enumerate(heads):
+        head["name"], head["checksum"], head["payload_bytes"] = NAME, (rank + 1) * 0x9E3779B97F4A7C15 % 2**64, rank
+        head["magic"], head["wire_version"], head["alignment"] = int.from_bytes(b"CIER", "little"), 5, 16
+    faults: Sequence[tuple[str, int]] = [
+        ("name", BROKEN_PROMISE), ("name", FAILED), ("name", NAME ^ 1), ("name", NAME ^ 1 << 63), ("magic", 0),
+        ("wire_version", 4), ("alignment", 1), ("magic", int.from_bytes(b"CIES", "little")), ("name", 2),
+    ]  # fmt: skip
+    for rank, (field, value) in zip(range(1, num_ranks, 2), faults * num_ranks, strict=False):
+        heads[rank][field] = value
+    return torch.from_numpy(heads.view(np.uint8).reshape(num_ranks, HEAD_BYTES).copy())
+
+
+def check_heads_case(
+    heads: torch.Tensor, own: int, decoded: str = "", alignment: str = "16", gap: int = 7, name: int = NAME
+) -> Callable[[Executor], None]:
+    """decoded: "" for none, "right", or "wrong" for every third and the own one."""
+
+    def run(executor: Executor) -> None:
+        buffers, num_ranks = Buffers(executor, alignment), len(heads)
+        checksums = heads[:, 8:16].clone().view(torch.int64).view(-1)
+        if decoded == "wrong":
+            checksums[::3] ^= 1 << 62
+            if own < num_ranks:
+                checksums[own] = 5
+        there = as_rows(buffers.put(rows_in(HEAD_BYTES, gap, heads)), num_ranks, HEAD_BYTES, gap)
+        flags = [torch.full((1,), 64, dtype=torch.int32) for _ in range(2)]
+        damage = buffers.put(flags[0])
+        found = cuda.check_heads(there, own, name, damage, buffers.put(checksums) if decoded else None)
+        row_ok = expected.check_heads(heads, own, name, flags[1], checksums if decoded else None)
+        buffers.expect(found, row_ok, "row_ok")
+        buffers.expect(damage, flags[1], "damage")
 
     return run
 
 
 # ---- all of them
 
+RAGGED: Runs = ((0, 2047), (2050, 17), (2100, 2049), (4200, 1))
+SMALL: Runs = ((1, 261), (270, 7), (280, 64), (350, 9))
+TAILS = {"16": ((0, 1), (8, 2), (16, 3), (24, 4)), "odd": ((1, 5), (11, 6), (21, 7), (31, 8))}
+KINDS = ("values", "exponents")
+
+
+def every_size() -> Runs:
+    """A run of each of SIZES, some with a gap before."""
+    runs, end = [], 0
+    for number, size in enumerate(SIZES):
+        runs.append((end + number % 4, size))
+        end = sum(runs[-1])
+    return tuple(runs)
+
+
+def whole(size: int) -> Runs:
+    return ((0, size),)
+
+
+def change_cases() -> Iterator[Case]:
+    for fmt in FLOATS:
+        for kind in KINDS:
+            yield from sender_cases(fmt, kind)
+        yield from receiver_cases(fmt, "values", f"apply_values_{fmt.name}")
+    for fmt in FLOATS:
+        yield from receiver_cases(fmt, "exponents", "apply_exponents")
+
+
+def sender_cases(fmt: FloatFormat, kind: str) -> Iterator[Case]:
+    scan, pack, name = (f"scan_{kind}_{fmt.name}",), (f"pack_{kind}_{fmt.name}",), f"{kind}-{fmt.name}"
+
+    def both(label: str, unit: Unit, alignment: str = "16", quick: bool = False) -> Iterator[Case]:
+        yield Case(f"scan-{name}-{label}", scan, scan_case(unit, kind, alignment), quick)
+        yield Case(f"pack-{name}-{label}", pack, pack_case(unit, kind, alignment), quick)
+
+    for number, alignment in enumerate(ALIGNMENTS):
+        share, escape = (0.3, 1.0, 0.02, 0.6)[number], (255, 15, 1, 127)[number]
+        yield from both(f"sizes-{alignment}", Unit(fmt, every_size(), share, escape), alignment)
+        unit = Unit(fmt, SMALL, (0.5, 1.0, 0.4, 0.1)[number], (255, 15, 7, 0)[number], state_is_flat=number % 2 > 0)
+        yield from both(f"small-{alignment}", unit, alignment, quick=True)
+    for alignment, runs in TAILS.items():
+        shards = (nonzero_values(fmt, 40),)
+        yield from both(f"tails-{alignment}", Unit(fmt, runs, 1.0, 3, shards=shards), alignment, quick=True)
+    yield from both("ragged", Unit(fmt, RAGGED, 0.4, 15), quick=True)
+    yield from both("in-blocks", Unit(fmt, RAGGED, 0.1, block_size=512), "mixed")
+    for share in (0.0, 0.002):
+        yield from both(f"share-{share}", Unit(fmt, RAGGED, share), quick=share == 0.0)
+    if fmt.item_bytes == 2:
+        unit = Unit(fmt, whole(1 << 16), shards=(changed_values(all_values(fmt), fmt, 0.9, 255),))
+        yield from both("all", unit)
+    unit = Unit(fmt, SMALL, 0.5, 15)
+    for missing in (1, 300):
+        yield Case(f"pack-{name}-{missing}-missing", pack, pack_case(unit, kind, missing=missing), quick=missing == 1)
+    yield Case(f"pack-{name}-first", pack, pack_case(unit, kind, first=0), quick=True)
+    yield Case(f"pack-{name}-from-0", pack, pack_case(unit, kind, arena_at=0))
+    yield Case(f"pack-{name}-first-from-0", pack, pack_case(unit, kind, first=0, arena_at=0), quick=True)
+
+
+def receiver_cases(fmt: FloatFormat, kind: str, kernel: str) -> Iterator[Case]:
+    name = f"{kernel}-{fmt.name}" if kind == "exponents" else kernel
+
+    def case(label: str, run: Callable[[Executor], None], quick: bool = False) -> Case:
+        return Case(f"{name}-{label}", (kernel,), run, quick)
+
+    for number, alignment in enumerate(ALIGNMENTS):
+        share, escape = (0.3, 1.0, 0.02, 0.6)[number], (255, 15, 1, 127)[number]
+        unit = Unit(fmt, every_size(), share, escape, state_is_flat=number % 2 > 0)
+        yield case(f"sizes-{alignment}", receive_case(unit, kind, 0, alignment))
+        unit = Unit(fmt, SMALL, (0.5, 1.0, 0.4, 0.1)[number], (255, 15, 7, 0)[number], 3, state_is_flat=number % 2 > 0)
+        yield case(f"small-{alignment}", receive_case(unit, kind, 1, alignment), quick=kind == "values" or fmt is BF16)
+    for alignment, runs in TAILS.items():
+        unit = Unit(fmt, runs, 1.0, 3, shards=(nonzero_values(fmt, 40),) * 2)
+        yield case(f"tails-{alignment}", receive_case(unit, kind, 0, alignment, first=0), quick=True)
+    for world_size, own in ((1, 1), (2, 1), (4, 0), (5, 4), (5, 5), (3, 1)):
+        unit = Unit(fmt, RAGGED, 0.2, 15, world_size)
+        yield case(f"{world_size}-ranks-{own}", receive_case(unit, kind, own), quick=(world_size, own) == (1, 1))
+    yield case("in-blocks", receive_case(Unit(fmt, RAGGED, 0.1, block_size=512), kind, 0, "mixed"))
+    for share in (0.0, 0.002):
+        yield case(f"share-{share}", receive_case(Unit(fmt, RAGGED, share), kind, 0), quick=share == 0.0)
+    if fmt.item_bytes == 2:
+        fresh = changed_values(all_values(fmt), fmt, 0.9, 255)
+        yield case("all", receive_case(Unit(fmt, whole(1 << 16), shards=(fresh, fresh)), kind, 0))
+    if kind == "values" or fmt is BF16:
+        unit = Unit(fmt, ((0, 2048), (2050, 37)), 0.3, world_size=3)
+        yield from damaged_cases(unit, kind, kernel)
+
+
+# What makes a receiver leave, in each of the ways that there are.
+QUICK_DAMAGE = {
+    "section 1 ends far behind", "section 2 ends 16 bytes earlier", "section 2 is coded", "second offset 0 is one more",
+    "second offset 1 is one more", "second offset 2 is one more", "last offset 0 is one more", "last offset 1 is one more",
+    "first offset 0 is one more", "all sections are empty", "a bit more is set", "bits are cleared",
+    "a byte of level 2 has all bits", "all moves are escapes", "a row is not ok", "nearly all is missing",
+    "second offset 0 is the largest",
+}  # fmt: skip
+
+
+def damaged_cases(unit: Unit, kind: str, kernel: str) -> Iterator[Case]:
+    for first in (0, 1):
+        damages = Damages(kind, 2, first)
+        for name, damage in (damages.noticed | damages.others).items():
+            must_tell = name in damages.noticed
+            run = receive_case(unit, kind, 0, first=first, damage=damage, must_tell=must_tell)
+            is_quick = first == 1 and name in QUICK_DAMAGE
+            if is_quick or (unit.fmt is BF16 and (first == 1 or "section" in name)):
+                yield Case(f"{kernel}-damaged-{first}-{name.replace(' ', '-')}", (kernel,), run, is_quick)
+
 
 def plane_cases() -> Iterator[Case]:
     for fmt in FLOATS:
-        split, merge = (f"split_{fmt.name}",), (f"merge_{fmt.name}",)
-        for size in SIZES:
-            for alignment in ("16", "mixed"):
-                values, name = some_values(fmt, size), f"{fmt.name}-{size}-{alignment}"
-                yield Case(f"split-{name}", split, split_case(fmt, values, alignment))
-                yield Case(f"merge-{name}", merge, merge_case(fmt, values, alignment))
-        for alignment in ALIGNMENTS:
-            size = {"16": 261, "8": 2056, "odd": 523, "mixed": 2059}[alignment]
-            values, name = some_values(fmt, size, 1), f"{fmt.name}-quick-{alignment}"
-            yield Case(f"split-{name}", split, split_case(fmt, values, alignment, more_ctas=1), quick=True)
-            values = some_values(fmt, 2 * size, 1)
-            yield Case(f"merge-{name}", merge, merge_case(fmt, values, alignment, 2, 3, more_ctas=1), quick=True)
-        for alignment, tails in TAILS.items():
-            of_tails = [nonzero_values(fmt, tail) for tail in tails]
-            run = one_by_one(split_case(fmt, values, alignment) for values in of_tails)
-            yield Case(f"split-{fmt.name}-tails-{alignment}", split, run, quick=True)
-            run = one_by_one(merge_case(fmt, values, alignment) for values in of_tails)
-            yield Case(f"merge-{fmt.name}-tails-{alignment}", merge, run, quick=True)
-        for wanted in ("exponents", "low top", "low", "top", ""):
-            name = f"split-{fmt.name}-only-{wanted.replace(' ', '-') or 'nothing'}"
-            yield Case(name, split, split_case(fmt, some_values(fmt, 275), wanted=wanted), quick=True)
-        for rows, gap in ((3, 0), (3, 8), (5, 16)):
-            values = some_values(fmt, rows * 271)
-            for alignment in ("16", "odd"):
-                name = f"merge-{fmt.name}-{rows}-rows-gap-{gap}-{alignment}"
-                yield Case(name, merge, merge_case(fmt, values, alignment, rows, gap))
-        yield Case(f"merge-{fmt.name}-far-rows", merge, far_rows_case(fmt))
+        split, merge = (f"split_{fmt.name}",), (f"merge_rows_{fmt.name}",)
+        for number, alignment in enumerate(ALIGNMENTS):
+            unit, name = Unit(fmt, every_size(), block_size=64 * (number % 2)), f"{fmt.name}-sizes-{alignment}"
+            yield Case(f"split-{name}", split, split_case(unit, alignment=alignment))
+            yield Case(f"merge-{name}", merge, merge_case(unit, 1, alignment, fixed_at=HEAD_BYTES + number))
+            unit, name = Unit(fmt, SMALL, world_size=3, block_size=8 * number), f"{fmt.name}-small-{alignment}"
+            yield Case(f"split-{name}", split, split_case(unit, alignment=alignment), quick=True)
+            yield Case(f"split-rows-{name}", split, split_rows_case(unit, number, alignment), quick=True)
+            fixed_at = HEAD_BYTES + (0, 8, 0, 3)[number]
+            yield Case(f"merge-{name}", merge, merge_case(unit, number, alignment, fixed_at=fixed_at), quick=True)
+        for alignment, runs in TAILS.items():
+            unit, name = Unit(fmt, runs, shards=(nonzero_values(fmt, 40),) * 2), f"{fmt.name}-tails-{alignment}"
+            yield Case(f"split-{name}", split, split_case(unit, alignment=alignment), quick=True)
+            yield Case(f"merge-{name}", merge, merge_case(unit, 0, alignment), quick=True)
+        for block_size in (512, 4096):
+            unit, name = Unit(fmt, RAGGED, block_size=block_size, world_size=4), f"{fmt.name}-blocks-{block_size}"
+            yield Case(f"split-{name}", split, split_case(unit), quick=block_size == 4096)
+            yield Case(f"split-rows-{name}", split, split_rows_case(unit, 2))
+            yield Case(f"merge-{name}", merge, merge_case(unit, 4, not_ok=1), quick=block_size == 512)
+        for wanted in ("exponents", "low top", "low"):
+            name = f"split-{fmt.name}-only-{wanted.replace(' ', '-')}"
+            yield Case(name, split, split_case(Unit(fmt, SMALL), wanted), quick=True)
         if fmt.item_bytes == 2:
-            yield Case(f"split-{fmt.name}-all", split, split_case(fmt, all_values(fmt)))
-            yield Case(f"merge-{fmt.name}-all", merge, merge_case(fmt, all_values(fmt)))
+            unit = Unit(fmt, whole(1 << 16), shards=(all_values(fmt),) * 2)
+            yield Case(f"split-{fmt.name}-all", split, split_case(unit))
+            yield Case(f"merge-{fmt.name}-all", merge, merge_case(unit, 0))
+    for fmt, kernel in ((BF16, "copy_out_16"), (FP32, "copy_out_32")):
+        for number, alignment in enumerate(ALIGNMENTS):
+            unit = Unit(fmt, every_size(), block_size=64 * (number % 2))
+            yield Case(f"copy-{fmt.name}-sizes-{alignment}", (kernel,), copy_case(unit, number % 3, alignment))
+            unit = Unit(fmt, SMALL, world_size=3)
+            run = copy_case(unit, number, alignment, gap=number)
+            yield Case(f"copy-{fmt.name}-small-{alignment}", (kernel,), run, quick=True)
+        for alignment, runs in TAILS.items():
+            unit = Unit(fmt, runs, shards=(nonzero_values(fmt, 40),) * 2)
+            yield Case(f"copy-{fmt.name}-tails-{alignment}", (kernel,), copy_case(unit, 0, alignment), quick=True)
+        unit = Unit(fmt, RAGGED, block_size=512, world_size=5)
+        yield Case(f"copy-{fmt.name}-blocks", (kernel,), copy_case(unit, 3))
+
+
+def block_runs(block_size: int) -> Runs:
+    """Runs of lengths around a block, and of some more blocks."""
+    runs, end = [], 1
+    for size in (1, 9, block_size - 1, block_size, block_size + 5, 9 * block_size, 9 * block_size + 23):
+        runs.append((end, size))
+        end += size + 2
+    return tuple(runs)
 
 
 def block_cases() -> Iterator[Case]:
     for fmt in FLOATS:
-        hashes, take = (f"hash_{fmt.name}",), (f"take_blocks_{fmt.name}",)
-        for block_size in (64, 512, 1024):
-            for size in (0, 1, 9, block_size - 1, block_size, block_size + 5, 9 * block_size, 9 * block_size + 23):
-                for alignment in ("16", "mixed"):
-                    values, name = some_values(fmt, size), f"{fmt.name}-{block_size}-{size}-{alignment}"
-                    yield Case(f"hash-{name}", hashes, hash_case(fmt, values, block_size, alignment))
-                    yield Case(f"take-{name}", take, take_case(fmt, values, block_size, 0.6, alignment))
-            name = f"blocks-{fmt.name}-{block_size}"
-            kernels = (*hashes, *take, "put_blocks")
-            yield Case(name, kernels, blocks_pipeline(fmt, 11 * block_size + 37, block_size))
-        for alignment in ALIGNMENTS:
-            block_size = {"16": 512, "8": 64, "odd": 512, "mixed": 64}[alignment]
-            values, name = some_values(fmt, 3 * block_size - 5), f"{fmt.name}-quick-{alignment}"
-            yield Case(f"hash-{name}", hashes, hash_case(fmt, values, block_size, alignment, more_ctas=1), quick=True)
+        hashes, pack = (f"hash_blocks_{fmt.name}",), (f"pack_blocks_{fmt.name}",)
+        for block_size in (8, 64, 264, 512, 1024):
+            for alignment in ("16", "mixed", "odd"):
+                unit = Unit(fmt, block_runs(block_size), 0.003, block_size=block_size)
+                name = f"{fmt.name}-{block_size}-{alignment}"
+                yield Case(f"hash-{name}", hashes, hash_case(unit, alignment=alignment))
+                yield Case(f"pack-blocks-{name}", pack, pack_case(unit, "blocks", alignment))
+        for number, alignment in enumerate(ALIGNMENTS):
+            unit = Unit(fmt, SMALL, 0.02, block_size=(512, 64, 8, 16)[number])
+            name = f"{fmt.name}-small-{alignment}"
+            yield Case(f"hash-{name}", hashes, hash_case(unit, number != 1, alignment), quick=True)
+            yield Case(f"pack-blocks-{name}", pack, pack_case(unit, "blocks", alignment), quick=True)
+        for alignment, runs in TAILS.items():
+            unit = Unit(fmt, runs, block_size=8, shards=(nonzero_values(fmt, 40),))
+            yield Case(f"hash-{fmt.name}-tails-{alignment}", hashes, hash_case(unit, alignment=alignment), quick=True)
             yield Case(
-                f"take-{name}", take, take_case(fmt, values, block_size, 0.6, alignment, more_ctas=1), quick=True
+                f"pack-blocks-{fmt.name}-tails-{alignment}", pack, pack_case(unit, "blocks", alignment), quick=True
             )
-        for alignment, tails in TAILS.items():
-            of_tails = [nonzero_values(fmt, 64 + tail) for tail in tails]
-            run = one_by_one(hash_case(fmt, values, 64, alignment) for values in of_tails)
-            yield Case(f"hash-{fmt.name}-tails-{alignment}", hashes, run, quick=True)
-            run = one_by_one(take_case(fmt, values, 64, 1.0, alignment) for values in of_tails)
-            yield Case(f"take-{fmt.name}-tails-{alignment}", take, run, quick=True)
-        values = some_values(fmt, 20 * 64 - 3)
-        yield Case(f"hash-{fmt.name}-quick-many", hashes, hash_case(fmt, values, 64), quick=True)
-        yield Case(f"take-{fmt.name}-quick-many", take, take_case(fmt, values, 64, 0.5), quick=True)
-        values = some_values(fmt, 2 * 1024)
-        yield Case(f"hash-{fmt.name}-quick-whole", hashes, hash_case(fmt, values, 1024), quick=True)
-        yield Case(f"take-{fmt.name}-quick-whole", take, take_case(fmt, values, 1024, 1.0), quick=True)
-        yield Case(f"take-{fmt.name}-none", take, take_case(fmt, values, 512, 0.0))
+        for num_blocks in (63, 64, 65, 130):
+            unit = Unit(fmt, ((0, 24), (30, 8 * (num_blocks - 3) - 5)), 0.1, block_size=8)
+            name, is_quick = f"{fmt.name}-{num_blocks}-blocks", num_blocks == 130
+            yield Case(f"hash-{name}", hashes, hash_case(unit), quick=is_quick)
+            yield Case(f"pack-blocks-{name}", pack, pack_case(unit, "blocks"), quick=is_quick)
+            yield Case(
+                f"pack-blocks-{name}-first", pack, pack_case(unit, "blocks", first=0, arena_at=0), quick=is_quick
+            )
+        for share in (0.0, 1.0):
+            unit = Unit(fmt, SMALL, share, block_size=64)
+            yield Case(f"pack-blocks-{fmt.name}-share-{share}", pack, pack_case(unit, "blocks"), quick=True)
+        run = pack_case(Unit(fmt, SMALL, 0.1, block_size=64), "blocks", missing=1)
+        yield Case(f"pack-blocks-{fmt.name}-1-missing", pack, run, quick=True)
         if fmt.item_bytes == 2:
-            yield Case(f"hash-{fmt.name}-all", hashes, hash_case(fmt, all_values(fmt), 512))
-            yield Case(f"take-{fmt.name}-all", take, take_case(fmt, all_values(fmt), 512, 0.7))
-    for block_size in (64, 512, 1024):
-        for num_blocks, missing in ((1, 0), (1, 63), (8, 5), (9, 8), (17, 21)):
-            for alignment in ("16", "mixed"):
-                name = f"put-{block_size}-{num_blocks}-{missing}-{alignment}"
-                yield Case(name, ("put_blocks",), put_case(num_blocks, block_size, missing, 0.6, alignment))
-    for alignment, tails in TAILS.items():
-        run = one_by_one(put_case(1, 64, 64 - tail, 1.0, alignment) for tail in tails)
-        yield Case(f"put-tails-{alignment}", ("put_blocks",), run, quick=True)
-    yield Case("put-quick-many", ("put_blocks",), put_case(20, 64, 3, 0.5), quick=True)
-    yield Case("put-none", ("put_blocks",), put_case(9, 64, 0, 0.0))
-    for alignment in ALIGNMENTS:
-        block_size = {"16": 512, "8": 64, "odd": 512, "mixed": 64}[alignment]
-        run = put_case(5, block_size, 11, 0.6, alignment, more_ctas=1)
-        yield Case(f"put-quick-{alignment}", ("put_blocks",), run, quick=True)
+            unit = Unit(fmt, whole(1 << 16), block_size=512, shards=(all_values(fmt),))
+            yield Case(f"hash-{fmt.name}-all", hashes, hash_case(unit))
+            yield Case(f"pack-blocks-{fmt.name}-all", pack, pack_case(unit, "blocks"))
+        for block_size in (8, 64, 264, 512, 1024):
+            unit = Unit(fmt, block_runs(block_size), 0.003, block_size=block_size)
+            for alignment in ("16", "mixed", "odd"):
+                name = f"put-{fmt.name}-{block_size}-{alignment}"
+                yield Case(name, ("put_blocks",), receive_case(unit, "blocks", 0, alignment, gap=block_size % 100))
+    yield from put_cases()
 
 
-def change_of(
-    fmt: FloatFormat | None, size: int, share: float, escape: int, alignment: str = "16", more_ctas: int = 0
-) -> Change:
-    last = some_values(fmt, size)
-    return Change(fmt, last, changed_values(last, fmt, share, escape), escape, alignment, more_ctas)
+def put_cases() -> Iterator[Case]:
+    for number, alignment in enumerate(ALIGNMENTS):
+        unit = Unit(BF16, SMALL, 0.02, 255, 3, (512, 64, 8, 16)[number])
+        yield Case(
+            f"put-small-{alignment}", ("put_blocks",), receive_case(unit, "blocks", number, alignment), quick=True
+        )
+    for num_blocks in (31, 32, 33, 63, 64, 65, 95, 96, 97, 130):
+        for share in (0.1, 1.0):
+            unit = Unit(BF16, ((0, 24), (30, 8 * (num_blocks - 3) - 5)), share, block_size=8)
+            run = receive_case(unit, "blocks", 1, first=num_blocks % 2)
+            yield Case(f"put-{num_blocks}-blocks-{share}", ("put_blocks",), run, quick=num_blocks in (33, 130))
+    for share in (0.0, 1.0):
+        run = receive_case(Unit(BF16, SMALL, share, block_size=64), "blocks", 0)
+        yield Case(f"put-share-{share}", ("put_blocks",), run, quick=True)
+    for world_size, own in ((1, 1), (2, 1), (4, 0), (5, 4), (5, 5), (3, 1)):
+        unit = Unit(BF16, SMALL, 0.05, world_size=world_size, block_size=64)
+        yield Case(f"put-{world_size}-ranks-{own}", ("put_blocks",), receive_case(unit, "blocks", own))
+    unit = Unit(BF16, ((0, 1200), (1300, 37)), 0.1, world_size=3, block_size=16)  # two groups
+    yield from damaged_cases(unit, "blocks", "put_blocks")
 
 
-def change_cases() -> Iterator[Case]:
-    for fmt in EVERY:
-        name = fmt.name if fmt else "byte"
-        scan, compact, apply = (f"scan_{name}",), (f"compact_{name}",), (f"apply_{name}",)
-        everything = (*scan, *compact, "count_changes", "count_escapes", *apply)
-        for index, size in enumerate(SIZES):
-            share, escape = (0.3, 1.0, 0.02)[index % 3], (255, 15, 1, 127)[index % 4]
-            for alignment in ("16", "mixed"):
-                change = change_of(fmt, size, share, escape, alignment)
-                label = f"{name}-{size}-{alignment}"
-                yield Case(f"scan-{label}", scan, scan_case(change))
-                yield Case(f"compact-{label}", compact, compact_case(change))
-                yield Case(f"apply-{label}", apply, apply_case(change, with_out=alignment == "mixed"))
-        quick = [(261, 1.0, 255, "16"), (2059, 0.5, 15, "8"), (523, 0.4, 7, "odd"), (4301, 0.1, 0, "mixed")]
-        for size, share, escape, alignment in quick:
-            change = change_of(fmt, size, share, escape, alignment, more_ctas=1)
-            label = f"{name}-quick-{alignment}"
-            yield Case(f"scan-{label}", scan, scan_case(change), quick=True)
-            yield Case(f"compact-{label}", compact, compact_case(change), quick=True)
-            yield Case(f"apply-{label}", apply, apply_case(change, with_out=alignment != "odd"), quick=True)
-        for alignment, tails in TAILS.items():  # with escape 0 every change is a literal
-            changes = []
-            for tail in tails:
-                last, escape = nonzero_values(fmt, tail), (0, 3, 15, 255)[tail % 4]
-                for share in (0.0, 1.0):
-                    changes.append(Change(fmt, last, changed_values(last, fmt, share, escape), escape, alignment))
-            label = f"{name}-tails-{alignment}"
-            yield Case(f"scan-{label}", scan, one_by_one(map(scan_case, changes)), quick=True)
-            yield Case(f"compact-{label}", compact, one_by_one(map(compact_case, changes)), quick=True)
-            yield Case(f"apply-{label}", apply, one_by_one(map(apply_case, changes)), quick=True)
-        for share in (0.0, 0.002):
-            for size in (2048, 4301):
-                change = change_of(fmt, size, share, 15)
-                yield Case(f"scan-{name}-{size}-share-{share}", scan, scan_case(change))
-                yield Case(f"compact-{name}-{size}-share-{share}", compact, compact_case(change))
-                yield Case(f"apply-{name}-{size}-share-{share}", apply, apply_case(change))
-        for size, share, escape, alignment in (
-            (4301, 0.3, 255, "16"),
-            (2049, 1.0, 15, "mixed"),
-            (20000, 0.05, 31, "16"),
-        ):
-            change = change_of(fmt, size, share, escape, alignment)
-            yield Case(f"changes-{name}-{size}-{alignment}", everything, changes_pipeline(change))
-        for alignment in ("16", "odd"):
-            change = change_of(fmt, 4301, 0.4, 15, alignment)
-            found = change.found()
-            num_moves, num_literals = len(found.moves), len(found.literals)
-            of_first = int(found.changes_up_to[0])
-            label = f"damaged-{name}-{alignment}"
-            for cut in (0, 1, of_first // 2, of_first, num_moves - 1):
-                yield Case(
-                    f"{label}-{cut}-moves", apply, damaged_case(change, num_moves=cut), quick=cut == of_first // 2
-                )
-            yield Case(f"{label}-no-offsets", apply, damaged_case(change, offsets="no moves"), quick=alignment == "16")
-            yield Case(f"{label}-far-offsets", apply, damaged_case(change, offsets="far"))
-            if fmt is not None:
-                for cut in (0, num_literals // 2, num_literals - 1):
-                    run = damaged_case(change, num_literals=cut)
-                    yield Case(f"{label}-{cut}-literals", apply, run, quick=cut == num_literals // 2)
-                yield Case(
-                    f"{label}-no-literals", apply, damaged_case(change, offsets="no literals"), quick=alignment == "16"
-                )
-        if fmt is None or fmt.item_bytes == 2:
-            last = all_values(fmt)
-            change = Change(fmt, last, changed_values(last, fmt, 0.9, 255), 255)
-            yield Case(f"scan-{name}-all", scan, scan_case(change))
-            yield Case(f"compact-{name}-all", compact, compact_case(change))
-            yield Case(f"apply-{name}-all", apply, apply_case(change))
-
-
-def count_cases() -> Iterator[Case]:
-    for index, size in enumerate(SIZES):
-        change = change_of(BF16, size, (0.3, 1.0, 0.02)[index % 3], 15, "mixed")
-        yield Case(f"count-changes-{size}", ("count_changes",), count_changes_case(change))
-        yield Case(f"count-escapes-{size}", ("count_escapes",), count_escapes_case(change))
-    for index, size in enumerate((2059, 20000)):
-        change = change_of(BF16, size, (0.95, 0.3)[index], 15, "mixed", more_ctas=1)
-        yield Case(f"count-changes-quick-{size}", ("count_changes",), count_changes_case(change), quick=True)
-        for num_moves in (None, (0, 2300)[index], len(change.found().moves) - 1):
-            name = f"count-escapes-quick-{size}-{num_moves}"
-            yield Case(name, ("count_escapes",), count_escapes_case(change, num_moves), quick=True)
-
-
-def checksum_cases() -> Iterator[Case]:
+def head_cases() -> Iterator[Case]:
     both = ("checksum", "finish_checksums")
     for num_bytes in (0, 1, 7, 8, 9, 255, 256, 257, 2047, 2048, 2049, 5000):
         for alignment in ("16", "odd"):
             yield Case(f"checksum-{num_bytes}-{alignment}", both, checksum_case(1, num_bytes, alignment=alignment))
-    for rows, num_bytes, gap, ctas in (
-        (3, 4099, 8, 1),
-        (3, 4096, 5, 2),
-        (2, 20003, 13, 3),
-        (4, 16, 0, 4),
-        (300, 5, 2, 1),
-    ):
-        yield Case(f"checksum-{rows}-rows-{num_bytes}", both, checksum_case(rows, num_bytes, gap, ctas))
-    yield Case("checksum-zeros", both, checksum_case(2, 4100, 3, 2, zeros=True))
-    yield Case("checksum-far-rows", both, far_sums_case())
-    for rows, num_bytes, ctas, alignment, gap in (
-        (2, 12301, 1, "8", 3),
-        (2, 4111, 2, "odd", 0),
-        (1, 20480, 2, "16", 0),
-    ):
-        run = sums_case(rows, num_bytes, ctas, alignment, gap)
-        yield Case(f"sums-{num_bytes}-quick", ("checksum",), run, quick=True)
-    for alignment, tails in TAILS.items():
-        runs = [sums_case(2, 2048 * 3 + tail, 1, alignment, 4) for tail in tails]
-        yield Case(f"sums-tails-{alignment}", ("checksum",), one_by_one(runs), quick=True)
-    for rows in (1, 255, 256, 257, 1000):
-        yield Case(f"finish-{rows}", ("finish_checksums",), finish_case(rows, "odd"), quick=rows == 257)
+    for rows, num_bytes, gap, alignment, ctas in (
+        (3, 4099, 8, "16", 1), (3, 4096, 5, "odd", 2), (2, 20003, 13, "mixed", 3), (4, 16, 0, "16", None),
+        (300, 5, 2, "odd", None), (2, 12301, 3, "8", 1), (1, 20480, 0, "16", 2), (1000, 9, 0, "16", None),
+    ):  # fmt: skip
+        run = checksum_case(rows, num_bytes, gap=gap, alignment=alignment, most_ctas=ctas)
+        yield Case(f"checksum-{rows}-rows-{num_bytes}", both, run, quick=rows != 1000)
+    for alignment, tails in (("16", (1, 2, 3, 4)), ("odd", (5, 6, 7, 8))):
+        runs = [checksum_case(2, 2048 * 3 + tail, gap=4, alignment=alignment, most_ctas=1) for tail in tails]
+        yield Case(f"checksum-tails-{alignment}", both, one_by_one(runs), quick=True)
+    yield Case("checksum-zeros", both, checksum_case(2, 4100, gap=3, most_ctas=2, zeros=True), quick=True)
+    for fmt in FLOATS:
+        yield Case(f"checksum-{fmt.name}", both, checksum_case(2, 1237, fmt.dtype, 3, "mixed"))
+    for number, alignment in enumerate(ALIGNMENTS):
+        large = 0x1122334455667788  # no byte is 0, and no two are the same
+        own, promised = ((5, 5), (-5, -6), (large, large), (3, 3 - (1 << 63)))[number]
+        payload_bytes = (12345, (1 << 40) + 7, 0x0102030405060708, 32)[number]
+        for on_device in (False, True):
+            run = write_head_case(NAME - number, own, promised, payload_bytes, on_device, alignment)
+            yield Case(f"write-head-{alignment}-{on_device}", ("write_head",), run, quick=True)
+    yield Case("write-head-large-name", ("write_head",), write_head_case((1 << 64) - 1, 0, 0, 1, False))
+    for number, alignment in enumerate(ALIGNMENTS):
+        for decoded in ("", "right", "wrong"):
+            num_ranks, own = (20, 20, 7, 13)[number], (3, 20, 0, 12)[number]
+            gap = (0, 16, 5, 24)[number]
+            run = check_heads_case(some_heads(num_ranks), own, decoded, alignment, gap)
+            yield Case(f"check-heads-{alignment}-{decoded or 'none'}", ("check_heads",), run, quick=True)
+    for num_ranks in (1, 255, 256, 257, 600):
+        run = check_heads_case(some_heads(num_ranks), num_ranks - 1, "right", "odd")
+        yield Case(f"check-heads-{num_ranks}", ("check_heads",), run, quick=num_ranks == 257)
+    right = some_heads(1).expand(5, -1)
+    yield Case("check-heads-all-right", ("check_heads",), check_heads_case(right, 2), quick=True)
+    yield Case("check-heads-of-another", ("check_heads",), check_heads_case(right, 2, name=NAME + 1))
 
 
+@cache
 def all_cases() -> list[Case]:
-    cases = [*plane_cases(), *block_cases(), *change_cases(), *count_cases(), *checksum_cases()]
+    cases = [*plane_cases(), *block_cases(), *change_cases(), *head_cases()]
     assert len({case.name for case in cases}) == len(cases)
     return cases

@@ -19,7 +19,7 @@ from fsdp_ciera.bench.gather_cells import Cell, crossovers, link_break_evens
 from fsdp_ciera.bench.gather_rank import Job, Outcome, measure, moved
 from fsdp_ciera.bench.gather_report import size_text, speed_text
 from fsdp_ciera.cli.bench_gather import add_gather
-from ranks import run_ranks
+from fsdp_ciera.testing import run_ranks
 
 KIB, MIB = 2**10, 2**20
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_ciera.bench.peers import Int8AllGather, MissingPeerError, PeerAllGather, PeerError, StatelessAllGather, use
-from ranks import run_ranks
+from fsdp_ciera.testing import run_ranks
 from tiny_moe import Case, Training, bits, build, local_part
 
 SEED = 7

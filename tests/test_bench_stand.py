@@ -27,7 +27,7 @@ from fsdp_ciera.bench.run import RunOptions, measure
 from fsdp_ciera.cli.bench import add_bench
 from fsdp_ciera.cli.main import main
 from fsdp_ciera.profiling.trace import Trace
-from ranks import run_ranks
+from fsdp_ciera.testing import run_ranks
 
 LOSSLESS = ["fsdp2", "fsdp2-keep", "zstd", "value_delta", "default-settled"]
 

@@ -1,8 +1,13 @@
-"""Every loss and every parameter has the bits that stock FSDP2 gives: every codec, flat and hierarchical, in every way to
-shard and train."""
+"""Every loss and every parameter has the bits that stock FSDP2 gives: every codec, flat and hierarchical, on the backend of
+CPUs and on that of CUDA (its kernels through the shim), in every way to shard and train.
+
+`make test-all` runs every group with every policy on both backends. `make test` gives each codec of a group one topology and
+one backend, drawn by the seed that pytest prints, so that over the groups every codec meets both on both.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from backends_under_test import BACKENDS
 from fsdp_ciera import CieraPolicy, CieraStats
-from ranks import run_ranks
-from tiny_moe import BY_BYTES, Case, compare_all_with_stock
+from fsdp_ciera.testing import run_ranks
+from tiny_moe import BY_BYTES, Case, compare_setups
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 CODECS = ("raw", "entropy", "exponent_block", "exponent_delta", "value_delta")
@@ -123,16 +129,51 @@ GROUPS = {
 }  # fmt: skip
 
 
+def setups_of(name: str, seed: int | None) -> dict[str, tuple[str, CieraPolicy]]:
+    """The policies of a group, each with the name of its backend: all of them on both, or a cover that a seed draws."""
+    policies = GROUPS[name].policies
+    everything = {
+        f"{label}, {backend}": (backend, policy) for label, policy in policies.items() for backend in BACKENDS
+    }
+    if seed is None:
+        return everything
+    ways: dict[str, list[str]] = {}
+    for setup in everything:
+        ways.setdefault(setup.partition(",")[0], []).append(setup)
+    number = list(GROUPS).index(name) + seed
+    return {
+        (setup := of_codec[(number + 3 * index) % len(of_codec)]): everything[setup]
+        for index, of_codec in enumerate(ways.values())
+    }
+
+
+def test_a_cover_meets_every_pair() -> None:
+    for seed in range(8):
+        setups = [setup.split(", ") for name in GROUPS for setup in setups_of(name, seed)]
+        codecs = {*CODECS, "adaptive"}
+        triples = {
+            (codec, where.partition(" ")[0], setup[-1]) for codec, where, *setup in setups if codec in codecs and setup
+        }
+        assert triples == {
+            (codec, where, backend) for codec in codecs for where in ("flat", "nodes") for backend in BACKENDS
+        }
+        for name in GROUPS:
+            setups_of_group = setups_of(name, seed)
+            assert len(setups_of_group) == 1 or {backend for backend, _ in setups_of_group.values()} == set(BACKENDS)
+    assert {setup for seed in range(4) for setup in setups_of("3 ranks", seed)} == set(setups_of("3 ranks", None))
+
+
 @pytest.mark.parametrize("name", GROUPS)
-def test_same_bits_as_stock_fsdp2(name: str) -> None:
+def test_same_bits_as_stock_fsdp2(name: str, cover_seed: int | None) -> None:
     group = GROUPS[name]
     if group.case.experts_mesh and TORCH_VERSION < (2, 12):
         pytest.skip("parameters on meshes of their own came with torch 2.12")
-    reports = run_ranks(compare_all_with_stock, group.world_size, group.case, group.policies, timeout_s=300)
-    for report_by_policy in reports:
-        for policy_name, policy in group.policies.items():
-            check_counts(report_by_policy[policy_name], policy, group)
-        check_caches_shrink(report_by_policy, group)
+    setups = setups_of(name, cover_seed)
+    reports = run_ranks(compare_setups, group.world_size, group.case, setups, timeout_s=600)
+    for report_by_setup in reports:
+        for setup, (_, policy) in setups.items():
+            check_counts(report_by_setup[setup], policy, group)
+        check_caches_shrink(report_by_setup, group)
 
 
 def check_counts(report: CieraStats, policy: CieraPolicy, group: Group) -> None:
@@ -162,8 +203,8 @@ def check_caches_shrink(reports: Mapping[str, CieraStats], group: Group) -> None
     """A hierarchical gather caches its share of the model; groups that lie in one node, and so stay flat, all of it."""
     all_are_cut = group.is_cut and not group.case.experts_mesh and isinstance(group.case.reshard_after_forward, bool)
     for codec in ("exponent_block", "exponent_delta", "value_delta"):
-        flat = reports.get(f"{codec}, flat")
-        for size in (2, 4):
-            hierarchical = reports.get(f"{codec}, nodes of {size}")
+        for size, backend in itertools.product((2, 4), BACKENDS):
+            flat = reports.get(f"{codec}, flat, {backend}")
+            hierarchical = reports.get(f"{codec}, nodes of {size}, {backend}")
             if flat is not None and hierarchical is not None and flat.cache_bytes and all_are_cut:
                 assert hierarchical.cache_bytes <= 0.6 * flat.cache_bytes

@@ -14,7 +14,7 @@ from fsdp_ciera.gather.topology import Cut
 from fsdp_ciera.planning.choose import make_plan
 from fsdp_ciera.planning.plan import Conditions
 from fsdp_ciera.planning.shapes import GroupShape, spans_of
-from ranks import run_ranks
+from fsdp_ciera.testing import run_ranks
 from tiny_moe import BY_BYTES, Case, build, compare_with_stock
 
 

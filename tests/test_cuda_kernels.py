@@ -1,146 +1,211 @@
-"""Kernels and codecs through the production launcher (cuda.py, launch.py, `cuda.core`): the shipped PTX runs in the PTX
-interpreter, behind a stand-in driver, on CPU tensors. It shows what is launched with what, and that the codecs get the bytes
-of the host kernels; it says nothing of a GPU.
+"""kernels/cuda.py through the production launcher (launch.py, `cuda.core`): the shipped PTX runs in the PTX interpreter, behind
+a stand-in driver, on CPU tensors. It shows what is launched with what, that results are those of the reference, that nothing
+waits for the device, and that peers and runs cost no launches; it says nothing of a GPU.
 """
 
 from __future__ import annotations
 
-import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fake_cuda import run_with_fake_cuda
 from fsdp_ciera.errors import CieraPolicyError
-from fsdp_ciera.gather.layout import build_layout
-from fsdp_ciera.gather.lockstep import LockstepState
-from fsdp_ciera.kernels import reference
-from fsdp_ciera.kernels.changes import Form, Received
-from fsdp_ciera.kernels.dispatch import VARIABLE, kernels_of
-from fsdp_ciera.kernels.formats import FORMATS, FloatFormat
+from fsdp_ciera.kernels import cuda, reference, reference_tiles
+from fsdp_ciera.kernels.dispatch import VARIABLE, kernels_of, tile_kernels_of
+from fsdp_ciera.kernels.heads import HEAD_BYTES, TILES
+from fsdp_ciera.kernels.tiles import Payloads, Scan, SectionRoom, TileKernels
+from kernel_cases import BF16, FLOATS, GuardedMemory, Layout, Unit, all_cases, run_case, sent_payloads
 
 CUDA = {VARIABLE: "cuda"}
+CPU = torch.device("cpu")
 
 
-def random_values(fmt: FloatFormat, num_values: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    raw = torch.randint(256, (num_values * fmt.item_bytes,), dtype=torch.uint8, generator=generator)
-    return raw.view(fmt.dtype)
+# ---- equal to the reference
 
 
-def stepped(values: torch.Tensor, fmt: FloatFormat, share: float, seed: int) -> torch.Tensor:
-    """Most changed values a few units away, some anywhere."""
-    generator = torch.Generator().manual_seed(seed)
-    fresh = values.clone().view(fmt.int_dtype)
-    chosen = torch.rand(len(values), generator=generator) < share
-    fresh[chosen] += torch.randint(-9, 9, (int(chosen.sum()),), generator=generator).to(fmt.int_dtype)
-    far = torch.rand(len(values), generator=generator) < share / 5
-    fresh[far] = torch.randint(-30000, 30000, (int(far.sum()),), generator=generator).to(fmt.int_dtype)
-    return fresh.view(fmt.dtype)
-
-
-def kernels_in_child() -> None:
-    from fake_cuda.bridge import FakeCuda
-
-    fake = FakeCuda(check_races=True)
-    for fmt in FORMATS.values():
-        for num_values in (1, 2047, 4999):
-            values = random_values(fmt, num_values, num_values)
-            kernels = kernels_of(values)
-            assert kernels is not reference
-            assert torch.equal(kernels.hash_blocks(values, fmt, 64), reference.hash_blocks(values, fmt, 64))
-            sizes = (num_values, num_values * fmt.low_bytes, (num_values * fmt.top_bits + 7) // 8)
-            planes = [[torch.zeros(size, dtype=torch.uint8) for size in sizes] for _ in range(2)]
-            for one, into in zip((kernels, reference), planes, strict=True):
-                one.split_planes(values, fmt, into[0], into[1], into[2] if fmt.top_bits else None)
-            assert all(map(torch.equal, *planes))
-            out = torch.zeros_like(values)
-            kernels.merge_planes(planes[0][0], planes[0][1], planes[0][2] if fmt.top_bits else None, fmt, out)
-            assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
-            fresh, last, expected_last = stepped(values, fmt, 0.2, 1), values.clone(), values.clone()
-            found = kernels.find_changes(fresh, last, fmt, Form())
-            expected = reference.find_changes(fresh, expected_last, fmt, Form())
-            assert torch.equal(last.view(torch.uint8), fresh.view(torch.uint8))
-            assert found.changed is not None and expected.changed is not None
-            assert torch.equal(found.changed, expected.changed) and torch.equal(found.moves, expected.moves)
-            assert torch.equal(found.literals, expected.literals)
-            assert kernels.count_bits(found.changed, num_values) == len(found.moves)
-            again, into = values.clone(), torch.zeros_like(values)
-            used = kernels.apply_changes(
-                again, fmt, Received(Form(), found.changed, None, found.moves[:0], found.moves, found.literals), into
-            )
-            assert (used.num_moves, used.num_literals) == (len(found.moves), len(found.literals))
-            for restored in (again, into):
-                assert torch.equal(restored.view(torch.uint8), fresh.view(torch.uint8))
-        rows = random_values(fmt, 3 * 1001, 5).view(3, 1001)
-        assert torch.equal(kernels.checksum(rows), reference.checksum(rows))
-    kinds = {launch.kernel for launch in fake.launches}
-    assert {"hash_bf16", "split_fp16", "merge_fp32", "scan_bf16", "compact_fp32", "apply_fp16", "checksum"} <= kinds, (
-        kinds
-    )
-    assert not [name for name in fake.calls() if "Synchronize" in name or "Memcpy" in name]
-
-
-def test_kernels_through_the_launcher_equal_the_reference() -> None:
-    run_with_fake_cuda(kernels_in_child, env=CUDA)
-
-
-def codecs_in_child(codecs: tuple[str, ...]) -> None:
+def cases_in_child(kernels: tuple[str, ...]) -> None:
     from fake_cuda.bridge import FakeCuda
 
     fake = FakeCuda(check_races=False)
-    for codec in codecs:
-        for fmt in FORMATS.values():
-            send_both_ways(codec, fmt)
-    assert fake.launches
+    assert tile_kernels_of(CPU) is cuda
+    ran = [case for case in all_cases() if case.quick and case.kernels[0].startswith(kernels)]
+    for case in ran:
+        memory = GuardedMemory(CPU, 0xCD)
+        run_case(case, memory)
+        memory.check_guards()
+    assert {launch.kernel for launch in fake.launches} == {kernel for case in ran for kernel in case.kernels}
+    assert {launch.block for launch in fake.launches} == {(256, 1, 1)}
+    assert not [name for name in fake.calls() if "Synchronize" in name or "Memcpy" in name]
+    print(len(ran), "cases")
 
 
-def send_both_ways(codec: str, fmt: FloatFormat) -> None:
-    """Encoded by the CUDA kernels, decoded by them and by the host build: there is one wire format for host sections."""
-    num_values = 3001
-    layout = build_layout(["w"], [num_values], [codec], num_values, fmt.dtype)
-    sender, receiver, on_host = (LockstepState(layout, 64, 2, rank) for rank in (0, 1, 1))
-    for state in (receiver, on_host):
-        state.prepare()
-    values = random_values(fmt, num_values, 0)
-    for step in range(4):
-        encoded = sender.encode(values)
-        payload = encoded.payload(encoded.num_bytes).clone()
-        for state, kernels in ((receiver, "cuda"), (on_host, "host")):
-            os.environ[VARIABLE] = kernels
-            output = torch.zeros(2, num_values, dtype=fmt.dtype)
-            state.decode(payload.expand(2, -1), [len(payload)] * 2, output)
-            assert torch.equal(output[0].view(torch.uint8), values.view(torch.uint8)), (codec, fmt.name, step, kernels)
-        os.environ[VARIABLE] = "cuda"
-        if step != 1:  # once nothing changes
-            values = stepped(values, fmt, 0.1, step)
+@pytest.mark.parametrize(
+    "kernels",
+    [("scan", "pack"), ("apply",), ("split", "merge", "copy", "hash"), ("put", "check", "write")],
+    ids="-".join,
+)
+def test_kernels_through_the_launcher_equal_the_reference(kernels: tuple[str, ...]) -> None:
+    run_with_fake_cuda(cases_in_child, kernels, env=CUDA)
 
 
-@pytest.mark.parametrize("codecs", [("entropy", "exponent_block"), ("exponent_delta", "value_delta")], ids="-".join)
-def test_codecs_through_the_launcher(codecs: tuple[str, ...]) -> None:
-    run_with_fake_cuda(codecs_in_child, codecs, env=CUDA)
+# ---- launches, and what torch does beside them
+
+WAITS = {
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::item",
+    "aten::unique2",
+    "aten::is_nonzero",
+}
 
 
-def damage_in_child() -> None:
+class Operations(TorchDispatchMode):
+    """Counts torch's operations, and refuses those that wait for a device or copy to or from one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition(".")[0]
+        assert name not in WAITS, name
+        assert name not in ("aten::_to_copy", "aten::_pin_memory", "aten::lift_fresh"), (
+            f"{name} makes a tensor of host data"
+        )
+        masks = [arg for arg in args if isinstance(arg, list | tuple) for arg in arg if isinstance(arg, torch.Tensor)]
+        assert name not in ("aten::index", "aten::index_put_") or not any(mask.dtype == torch.bool for mask in masks), (
+            name
+        )
+        self.names[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda values: values[0].item(),
+        lambda values: bool(values.any()),
+        lambda values: values.nonzero(),
+        lambda values: values[values > 0],
+        lambda values: torch.tensor([1, 2]),
+        lambda values: values.to("meta"),
+    ],
+)
+def test_operations_that_wait_are_refused(wait: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises(AssertionError), Operations():
+        wait(torch.ones(3))
+
+
+def functions(unit: Unit, own: int) -> dict[str, Callable[[], Any]]:
+    """A call of each function of TileKernels, by its name. Results of others are made by the reference."""
+    tiles, fmt, world_size = unit.tiles, unit.fmt, unit.world_size
+    fresh, last, exponents = unit.fresh[0], unit.state(unit.last[0]), unit.exponents(unit.last[0])
+    rows = torch.stack([unit.state(values) for values in unit.last])
+    shards, out = torch.stack(unit.fresh), torch.stack(unit.last)
+    state = torch.zeros(world_size - 1, tiles.num_state_values, dtype=torch.uint8)
+    damage, number = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    scans: dict[str, Scan] = {
+        "values": reference_tiles.scan_values(fresh, last, tiles, fmt, 255),
+        "exponents": reference_tiles.scan_exponents(fresh, exponents, tiles, fmt),
+    }
+    changed = torch.ones(tiles.num_blocks, dtype=torch.uint8)
+    sizes, ranks = reference_tiles.block_sizes(changed, tiles)
+    table = reference_tiles.section_table(torch.full((5,), 1 << 16), 64, TILES)
+    room = SectionRoom(torch.zeros(5 << 16, dtype=torch.uint8), table, 64, 0)
+    sent: dict[str, Payloads] = {
+        kind: sent_payloads(unit, Layout(kind, fixed_bytes=4096), own) for kind in ("values", "exponents", "blocks")
+    }
+    planes = tiles.num_plane_values * fmt.low_bytes
+    fixed_at = HEAD_BYTES
+    wide = Payloads(torch.zeros(world_size, -(-(fixed_at + 2 * planes) // 16) * 16, dtype=torch.uint8), own,
+                    sent["values"].row_ok, HEAD_BYTES, 0, 0)  # fmt: skip
+    return {
+        "scan_values": lambda: cuda.scan_values(fresh, last, tiles, fmt, 255),
+        "scan_exponents": lambda: cuda.scan_exponents(fresh, exponents, tiles, fmt),
+        "change_sizes": lambda: cuda.change_sizes(scans["values"], tiles, fmt.item_bytes),
+        "pack_values": lambda: cuda.pack_values(fresh, last, tiles, fmt, 255, scans["values"], room),
+        "pack_exponents": lambda: cuda.pack_exponents(fresh, exponents, tiles, fmt, scans["exponents"], room),
+        "apply_values": lambda: cuda.apply_values(sent["values"], tiles, fmt, 255, rows, damage),
+        "apply_exponents": lambda: cuda.apply_exponents(sent["exponents"], tiles, state, damage),
+        "split_tiles": lambda: cuda.split_tiles(
+            fresh, tiles, fmt, torch.empty(planes, dtype=torch.uint8), None, torch.empty_like(state[0])
+        ),
+        "split_rows": lambda: cuda.split_rows(shards, own, tiles, fmt, state),
+        "merge_rows": lambda: cuda.merge_rows(state, wide, fixed_at, tiles, fmt, out),
+        "copy_out": lambda: cuda.copy_out(rows, own, tiles, out),
+        "hash_blocks": lambda: cuda.hash_blocks(fresh, tiles, fmt, None),
+        "block_sizes": lambda: cuda.block_sizes(changed, tiles),
+        "pack_blocks": lambda: cuda.pack_blocks(fresh, tiles, fmt, changed, ranks, room),
+        "put_blocks": lambda: cuda.put_blocks(sent["blocks"], tiles, state, damage),
+        "section_table": lambda: cuda.section_table(sizes, 64, TILES),
+        "checksum": lambda: cuda.checksum(shards),
+        "write_head": lambda: cuda.write_head(sent["values"].data[0], 7, number, number, number),
+        "check_heads": lambda: cuda.check_heads(
+            sent["values"].data, own, 7, damage, torch.zeros(world_size, dtype=torch.int64)
+        ),
+    }
+
+
+def counts_in_child() -> None:
     from fake_cuda.bridge import FakeCuda
 
-    FakeCuda()
-    fmt = FORMATS[torch.bfloat16]
-    values = random_values(fmt, 3000, 0)
-    kernels = kernels_of(values)
-    found = kernels.find_changes(stepped(values, fmt, 0.2, 1), values.clone(), fmt, Form())
-    for moves, literals in ((found.moves[:-1], found.literals), (found.moves, found.literals[:-1])):
-        again = values.clone()
-        used = kernels.apply_changes(again, fmt, Received(Form(), found.changed, None, moves[:0], moves, literals))
-        assert (used.num_moves, used.num_literals) != (len(moves), len(literals))
+    class Counting(FakeCuda):
+        """Runs nothing."""
+
+        def _run(self, ptx: str, name: str, dims: tuple[int, ...], *rest: Any) -> None:
+            self.counted.append((name, dims[:3]))
+
+    fake = Counting()
+    found: dict[str, set[tuple[Any, ...]]] = {}
+    for world_size in (2, 8, 64):
+        for num_runs in (1, 7):
+            runs = tuple((1000 * number, 700 + number) for number in range(num_runs))
+            unit = Unit(BF16, runs, 0.05, world_size=world_size, block_size=64)
+            for name, call in functions(unit, own=1).items():
+                fake.counted: list[tuple[str, tuple[int, ...]]] = []
+                with Operations() as operations:
+                    call()
+                kernels = tuple(kernel for kernel, _ in fake.counted)
+                found.setdefault(name, set()).add((kernels, tuple(sorted(operations.names.items()))))
+                grids = [grid for _, grid in fake.counted]
+                if name.startswith(("apply", "put", "merge", "copy", "split_rows")):
+                    assert [grid[1] for grid in grids] == [world_size - 1], (name, grids)
+    assert set(found) == {name for name in vars(TileKernels) if not name.startswith("_")}
+    for name, ways in found.items():
+        assert len(ways) == 1, f"{name} launches differently for other numbers of peers or runs: {ways}"
+        [(kernels, operations)] = ways
+        print(name, len(kernels), "launches,", sum(dict(operations).values()), "operations of torch")
 
 
-def test_damage_is_told_and_touches_nothing_outside() -> None:
-    run_with_fake_cuda(damage_in_child, env=CUDA)
+def test_launches_depend_neither_on_peers_nor_on_runs() -> None:
+    print(run_with_fake_cuda(counts_in_child, env=CUDA))
+
+
+# ---- the CPU's kernels where the tile kernels are forced
 
 
 def test_without_a_driver_forcing_the_kernels_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "cuda")
-    values = torch.zeros(8, dtype=torch.bfloat16)
-    with pytest.raises(CieraPolicyError, match=r"is 'cuda', but .*(no NVIDIA driver|cannot run on a 'cpu' device)"):
-        kernels_of(values).hash_blocks(values, FORMATS[torch.bfloat16], 8)
+    for choose in (lambda: kernels_of(torch.zeros(8)), lambda: tile_kernels_of(CPU)):
+        with pytest.raises(CieraPolicyError, match=r"is 'cuda', but .*(no NVIDIA driver|cannot run on a 'cpu' device)"):
+            choose()
+
+
+def cpu_kernels_in_child() -> None:
+    from fake_cuda.bridge import FakeCuda
+
+    FakeCuda()
+    assert kernels_of(torch.zeros(8)) is reference
+    for fmt in FLOATS:
+        values = torch.randn(3000).to(fmt.dtype)
+        assert len(kernels_of(values).hash_blocks(values, fmt, 64)) == 47
+
+
+def test_codecs_on_cpu_keep_their_kernels() -> None:
+    run_with_fake_cuda(cpu_kernels_in_child, env=CUDA)

@@ -11,12 +11,13 @@ import torch
 from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.errors import CieraPolicyError
 from fsdp_ciera.gather.layout import build_layout
-from fsdp_ciera.gather.lockstep import LockstepState
+from fsdp_ciera.gather.loopback import Loopback
 from fsdp_ciera.kernels import dispatch, host, reference
 from fsdp_ciera.kernels.dispatch import VARIABLE, chosen_for, kernels_of
 from fsdp_ciera.kernels.formats import FORMATS
 from fsdp_ciera.kernels.reference import CHUNK_VALUES
-from test_codecs import FORMS, NAMES, changed, make_states
+from loops import make_loop
+from test_codecs import FORMS, NAMES, changed
 
 needs_build = pytest.mark.skipif(bool(host.WHY_NOT), reason=f"no host build: {host.WHY_NOT}")
 VALUES = torch.zeros(3)
@@ -100,20 +101,20 @@ KERNELS: tuple[tuple[str, ModuleType], ...] = (("reference", reference), ("host"
 STEPS = ["nothing", *FORMS, "nothing"]
 
 
-def encode(state: LockstepState, shard: torch.Tensor) -> torch.Tensor:
-    """The payload, in memory of its own."""
-    encoded = state.encode(shard)
-    return encoded.payload(encoded.num_bytes).clone()
+def payloads_of(loop: Loopback, shards: torch.Tensor) -> list[torch.Tensor]:
+    """What the ranks send."""
+    settled_bytes = max(loop.announce(rank, shard) for rank, shard in enumerate(shards))
+    loop.settle(settled_bytes)
+    return [loop.take_payload(rank, shard) for rank, shard in enumerate(shards)]
 
 
-def decode(state: LockstepState, payloads: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """All ranks' shards, as rank `state.rank` has them afterwards; its own slot stays 0."""
-    sizes = [len(payload) for payload in payloads]
-    padded = torch.stack([torch.nn.functional.pad(payload, (0, max(sizes) - len(payload))) for payload in payloads])
+def decoded(loop: Loopback, rank: int, payloads: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """All ranks' shards, as this rank has them afterwards; its own slot stays 0."""
     output = torch.zeros_like(like)
-    state.prepare()
-    state.decode(padded, sizes, output)
-    state.commit(state.sequence + 1, ())
+    loop.decode(rank, torch.stack(payloads), output)
+    channel = loop.channels[rank]
+    assert channel.settled is not None
+    channel.complete(channel.settled, None, output)
     return output
 
 
@@ -122,7 +123,7 @@ def check_codec(
 ) -> None:
     """A few gathers of two ranks: equal payloads, and each decodes the other's."""
     layout = build_layout(NAMES[:1], [num_values], [codec], num_values, dtype)
-    states = {name: make_states(layout, 2) for name, _ in KERNELS}
+    loops = {name: make_loop(layout, 2) for name, _ in KERNELS}
     integers = FORMATS[dtype].int_dtype
     shards = torch.randn(2, num_values, generator=torch.Generator().manual_seed(0)).to(dtype)
     for step in steps:
@@ -132,13 +133,13 @@ def check_codec(
         for name, module in KERNELS:
             monkeypatch.setenv(VARIABLE, name)
             assert kernels_of(shards) is module
-            payloads[name] = [encode(state, shard) for state, shard in zip(states[name], shards, strict=True)]
+            payloads[name] = payloads_of(loops[name], shards)
         for one, other in zip(*payloads.values(), strict=True):
             assert torch.equal(one, other), step
         for (name, _), (sender, _) in zip(KERNELS, KERNELS[::-1], strict=True):
             monkeypatch.setenv(VARIABLE, name)
-            for rank, state in enumerate(states[name]):
-                output = decode(state, payloads[sender], shards)
+            for rank in range(2):
+                output = decoded(loops[name], rank, payloads[sender], shards)
                 assert torch.equal(output[1 - rank].view(integers), shards[1 - rank].view(integers)), (step, name)
                 assert not output[rank].view(integers).any()
 

@@ -538,16 +538,13 @@ KERNEL(missing_syncthreads) { T __shared__ u32 s[64]; s[t] = in[t]; out[t] = s[6
 KERNEL(missing_syncwarp) { T __shared__ u32 s[32]; s[t] = t * 3; out[t] = s[t ^ 1]; }
 KERNEL(vote_for_a_fence) { T __shared__ u32 s[32]; s[t] = t * 3; u32 b = __ballot_sync(FULL, t & 1); out[t] = s[t ^ 1] + b; }
 KERNEL(syncwarp_across_warps) { T __shared__ u32 s[64]; s[t] = in[t]; __syncwarp(); out[t] = s[63 - t]; }
-KERNEL(syncwarp_of_halves) { T __shared__ u32 s[32]; s[t] = in[t]; __syncwarp(t < 16 ? 0xffffu : 0xffff0000u); out[t] = s[31 - t]; }
-KERNEL(write_after_read) { T __shared__ u32 s[64]; s[t] = t; __syncthreads(); u32 v = s[63 - t]; s[t] = v; out[t] = v; }
-KERNEL(two_ctas_one_word) { if (threadIdx.x == 0) out[0] = blockIdx.x; }
-KERNEL(neighbour_cta) { T out[i] = i; if (i) out[i + 1024] = out[i - 1]; }
-KERNEL(atomic_and_read) { T atomicAdd(out, 1u); if (t == 5) out[1] = out[0]; }
-KERNEL(atomic_and_write) { T if (t == 5) out[0] = 9; else atomicAdd(out, 1u); }
-KERNEL(atomic_read_by_next_cta) { T atomicAdd(out, 1u); __syncthreads(); if (t == 0) out[1 + blockIdx.x] = out[0]; }
-KERNEL(bytes_of_one_thread_each_but_one) { T ((unsigned char*)out)[t == 7 ? 6 : t] = 1; }
-KERNEL(tail) { T out[i] = 1; }
-KERNEL(before_the_start) { T out[i] = in[(int)i - 1]; }
+KERNEL(syncwarp_of_halves) { T __shared__ u32 s[32]; s[t] = in[t]; __syncwarp(t < 16 ? 0xffffu : 0xffff0000u); out[t] = s[31 -
+t]; } KERNEL(write_after_read) { T __shared__ u32 s[64]; s[t] = t; __syncthreads(); u32 v = s[63 - t]; s[t] = v; out[t] = v; }
+KERNEL(two_ctas_one_word) { if (threadIdx.x == 0) out[0] = blockIdx.x; } KERNEL(neighbour_cta) { T out[i] = i; if (i) out[i +
+1024] = out[i - 1]; } KERNEL(atomic_and_read) { T atomicAdd(out, 1u); if (t == 5) out[1] = out[0]; } KERNEL(atomic_and_write)
+{ T if (t == 5) out[0] = 9; else atomicAdd(out, 1u); } KERNEL(atomic_read_by_next_cta) { T atomicAdd(out, 1u);
+__syncthreads(); if (t == 0) out[1 + blockIdx.x] = out[0]; } KERNEL(bytes_of_one_thread_each_but_one) { T ((unsigned
+char*)out)[t == 7 ? 6 : t] = 1; } KERNEL(tail) { T out[i] = 1; } KERNEL(before_the_start) { T out[i] = in[(int)i - 1]; }
 KERNEL(shared_overrun) { T __shared__ u32 a[64]; __shared__ u32 b[64]; a[t] = t; b[t] = in[t]; __syncthreads();
     out[t] = a[t + n] + b[63 - t]; }
 KERNEL(misaligned_vector) { T uint4 v = *(const uint4*)(in + 4 * t + n); out[t] = v.x + v.w; }
@@ -567,20 +564,20 @@ KERNEL(masks_differ) { T out[t] = __ballot_sync(t < 16 ? FULL : FULL << 1, t & 1
 KERNEL(division) { T out[t] = in[t] / (t % 8 + n - 4); }
 KERNEL(trap) { T if (in[t] == 77) __trap(); out[t] = 1; }
 
-KERNEL(clean_barrier) { T __shared__ u32 s[64]; s[t] = in[t]; __syncthreads(); u32 v = s[63 - t]; __syncthreads(); s[t] = v; out[i] = v; }
-KERNEL(clean_syncwarp) { T __shared__ u32 s[64]; s[t] = in[t]; __syncwarp(); u32 v = s[t ^ 1]; __syncwarp(); s[t] = v; out[i] = v; }
-KERNEL(clean_halves) { T __shared__ u32 s[64]; s[t] = in[t]; u32 m = t % 32 < 16 ? 0xffffu : 0xffff0000u; __syncwarp(m);
+KERNEL(clean_barrier) { T __shared__ u32 s[64]; s[t] = in[t]; __syncthreads(); u32 v = s[63 - t]; __syncthreads(); s[t] = v;
+out[i] = v; } KERNEL(clean_syncwarp) { T __shared__ u32 s[64]; s[t] = in[t]; __syncwarp(); u32 v = s[t ^ 1]; __syncwarp();
+s[t] = v; out[i] = v; } KERNEL(clean_halves) { T __shared__ u32 s[64]; s[t] = in[t]; u32 m = t % 32 < 16 ? 0xffffu :
+0xffff0000u; __syncwarp(m);
     u32 v = s[t ^ 15] + s[t & 48]; __syncwarp(m); s[t] = v; out[i] = v; }
-KERNEL(clean_one_half) { T __shared__ u32 s[64]; s[t] = in[t]; if (t % 32 < 16) { __syncwarp(0xffffu); out[i] = s[t ^ 15]; } else out[i] = 1; }
-KERNEL(clean_atomics) { T atomicAdd(out, 1u); atomicMax(out + 1, t); }
-KERNEL(clean_atomic_then_read) { T __shared__ u32 s; if (t == 0) s = 0; __syncthreads(); atomicAdd(&s, t); __syncthreads(); out[i] = s; }
-KERNEL(clean_bytes) { T ((unsigned char*)out)[i] = t; }
-KERNEL(clean_read_only_path) { T out[i] = __ldg(in + 1023 - i) + in[i]; }
-KERNEL(clean_loop) { T __shared__ u32 s[64]; s[t] = in[t]; __syncthreads(); for (int d = 1; d < 64; d *= 2) {
+KERNEL(clean_one_half) { T __shared__ u32 s[64]; s[t] = in[t]; if (t % 32 < 16) { __syncwarp(0xffffu); out[i] = s[t ^ 15]; }
+else out[i] = 1; } KERNEL(clean_atomics) { T atomicAdd(out, 1u); atomicMax(out + 1, t); } KERNEL(clean_atomic_then_read) { T
+__shared__ u32 s; if (t == 0) s = 0; __syncthreads(); atomicAdd(&s, t); __syncthreads(); out[i] = s; } KERNEL(clean_bytes) { T
+((unsigned char*)out)[i] = t; } KERNEL(clean_read_only_path) { T out[i] = __ldg(in + 1023 - i) + in[i]; } KERNEL(clean_loop) {
+T __shared__ u32 s[64]; s[t] = in[t]; __syncthreads(); for (int d = 1; d < 64; d *= 2) {
     u32 v = s[(t + d) % 64]; __syncthreads(); s[t] += v; __syncthreads(); } out[i] = s[t]; }
 KERNEL(clean_shared_table) { T __shared__ u32 s; u32 sum = 0; for (int k = 0; k < 8; k++) { if (t == k * 8) s = in[k];
     __syncthreads(); sum += s; __syncthreads(); } out[i] = sum; }
-"""  # noqa: E501
+"""
 
 Planted = tuple[type[Fault], int, int]  # what has to be reported, CTAs, threads of a CTA
 PLANTED: dict[str, Planted] = {

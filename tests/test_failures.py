@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 import fsdp_ciera
 from fsdp_ciera import CieraPolicy
+from fsdp_ciera.codecs import ExponentBlock
 from fsdp_ciera.errors import CieraDesyncError, CieraMismatchError, CieraPeerError, CieraVerifyError
-from fsdp_ciera.gather import lockstep, presence, sizes, stream
-from fsdp_ciera.gather.lockstep import LockstepState
-from fsdp_ciera.gather.payload import pack_header
-from ranks import run_ranks
+from fsdp_ciera.gather import agreement, presence
+from fsdp_ciera.gather import channel as channels
+from fsdp_ciera.gather.channel import Channel
+from fsdp_ciera.testing import run_ranks
 from tiny_moe import PAPERS_CODEC, VOCAB, Case, bits, build, run
 
 SECONDS = 20
@@ -35,7 +36,7 @@ def outcome_of_step(rank: int, world_size: int, prepare: str, argument: Any) -> 
     if prepare == "policy":
         policy = CieraPolicy(**{"codecs": ("exponent_block",), **argument["on rank 1"]}) if rank == 1 else PAPERS_CODEC
     if prepare == "version" and rank == 1:
-        stream.__version__ = "9.9.9"
+        channels.__version__ = "9.9.9"
     model = build(Case(), policy)
     start = time.monotonic()
     try:
@@ -48,40 +49,49 @@ def outcome_of_step(rank: int, world_size: int, prepare: str, argument: Any) -> 
         if prepare == "wrong module":
             model.model.layers[1 if rank == 1 else 0].unshard()
         if prepare == "no memory for caches" and rank == 1:
-            LockstepState.prepare = fail_to_decode  # type: ignore[method-assign]
+            ExponentBlock.prepare = fail_to_decode  # type: ignore[method-assign]
         if prepare == "encode" and rank == 1:
 
-            def fail(self: LockstepState, local: torch.Tensor) -> None:
+            def fail(self: ExponentBlock, values: torch.Tensor, sections: Any, is_full: bool) -> None:
                 raise MemoryError("no memory for the planes")
 
-            LockstepState.encode = fail  # type: ignore[method-assign]
+            ExponentBlock.encode = fail  # type: ignore[method-assign]
+        if prepare == "fill" and rank == 1:
+            ExponentBlock.fill = fail_to_decode  # type: ignore[method-assign]
         if prepare == "decode" and rank == 1:
-            LockstepState.decode = fail_to_decode  # type: ignore[method-assign]
+            Channel.decode = fail_to_decode  # type: ignore[method-assign]
         if prepare == "sequence" and rank == 1:
-            comm = next(iter(fsdp_ciera.attach.__globals__["_comms"](model)))
-            for opened in comm._streams.values():
-                opened.state.commit(opened.state.sequence + 3, opened.state.checksums)
+            for comm in comms_of(model):
+                for opened in comm.channels.values():
+                    opened.sequence += 3
+                    opened.base = opened.base + 1
         if prepare == "damage" and rank == 1:
-            plain = lockstep.LockstepState.decode
+            plain = Channel.decode
 
-            def damaged(self: LockstepState, payloads: torch.Tensor, sizes: Any, output: torch.Tensor) -> None:
-                payloads[2, 40] ^= 1  # a sign+mantissa byte of rank 2's shard
-                plain(self, payloads, sizes, output)
+            def damaged(self: Channel, payloads: torch.Tensor, row_ok: torch.Tensor, output: torch.Tensor) -> None:
+                payloads[2, self.payload_plan.fixed_at[0]] ^= 1  # a sign+mantissa byte of rank 2's shard
+                plain(self, payloads, row_ok, output)
 
-            LockstepState.decode = damaged  # type: ignore[method-assign]
+            Channel.decode = damaged  # type: ignore[method-assign]
         one_step(model)
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - start
     return "", "", time.monotonic() - start
 
 
+def comms_of(model: torch.nn.Module) -> list[Any]:
+    return list(fsdp_ciera.attach.__globals__["_comms"](model))
+
+
 def change_header(where: slice, value: bytes) -> None:
-    def changed(**fields: Any) -> torch.Tensor:
-        header = pack_header(**fields)
+    plain = agreement.hello
+
+    def changed(descriptor: Any) -> torch.Tensor:
+        header = plain(descriptor)
         header[where] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
         return header
 
-    sizes.pack_header = changed
+    agreement.hello = changed
 
 
 @pytest.mark.parametrize(
@@ -99,6 +109,7 @@ def change_header(where: slice, value: bytes) -> None:
         ("wrong module", {}, CieraDesyncError, ["the ranks are not at the same gather", "module: "]),
         ("encode", {}, CieraPeerError, ["rank 1: MemoryError('no memory for the planes')"]),
         ("no memory for caches", {}, CieraPeerError, ["rank 1: MemoryError('no memory for the payload')"]),
+        ("fill", {}, CieraPeerError, ["rank 1: MemoryError('no memory for the payload')"]),
         ("sequence", {}, CieraDesyncError, ["rank 0: 2, rank 1: 5, rank 2: 2; most are at 2"]),
         ("damage", {"verify": "every"}, CieraVerifyError, ["rank 1 decoded rank 2's shard wrongly: checksum"]),
         ("decode", {"verify": "every"}, CieraVerifyError, ["rank 1 could not decode"]),
@@ -117,7 +128,7 @@ def test_the_same_error_on_every_rank(prepare: str, argument: Any, error: type[E
     assert len({message.split(": ", 1)[1] for _, message, _ in outcomes}) == 1
 
 
-def fail_to_decode(self: LockstepState, *arguments: Any) -> None:
+def fail_to_decode(self: object, *arguments: Any) -> None:
     raise MemoryError("no memory for the payload")
 
 
@@ -129,16 +140,16 @@ def recover(rank: int, world_size: int) -> None:
     snapshot = {name: value.clone() for name, value in model.state_dict().items()}
     one_step(model)
 
-    plain = LockstepState.decode
+    plain = Channel.decode
     if rank == 1:
-        LockstepState.decode = fail_to_decode  # type: ignore[method-assign]
+        Channel.decode = fail_to_decode  # type: ignore[method-assign]
     raised = False
     try:
         model.model.layers[0].unshard()
     except MemoryError:
         raised = True
     assert raised == (rank == 1)
-    LockstepState.decode = plain  # type: ignore[method-assign]
+    Channel.decode = plain  # type: ignore[method-assign]
     dist.barrier()
     model.reset_iter_state()
     model.load_state_dict(snapshot)

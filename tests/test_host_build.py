@@ -297,14 +297,30 @@ def compare_changes(
 ) -> None:
     """Both ways."""
     kernels, memory = tested
-    expected_last, own_last, own_fresh = last.clone(), memory.copy(last), memory.copy(fresh)
-    expected = reference.find_changes(fresh, expected_last, fmt, form)
+    own_last, own_fresh = memory.copy(last), memory.copy(fresh)
+    expected = reference.find_changes(fresh, last, fmt, form)
     found = kernels.find_changes(own_fresh, own_last, fmt, form)
     for name, value in vars(expected).items():
         got = getattr(found, name)
         assert got == value if isinstance(value, int) else same(got, value), name
-    assert same(own_last, fresh) and same(own_fresh, fresh)
+    assert same(own_last, last) and same(own_fresh, fresh)
     assert same(compare_applied(tested, last, fmt, received_of(expected, fmt, form, len(last))), fresh)
+
+
+def compare_exponent_changes(tested: Tested, fresh: torch.Tensor, fmt: FloatFormat, share: float, seed: int) -> None:
+    """Against last exponents of which a share differs."""
+    kernels, memory = tested
+    exponents = torch.empty(len(fresh), dtype=torch.uint8)
+    reference.split_planes(fresh, fmt, exponents)
+    last = changed_values(exponents, share, seed)
+    own_fresh, own_last = memory.copy(fresh), memory.copy(last)
+    for everywhere in (False, True):
+        bits, moves = kernels.find_exponent_changes(own_fresh, own_last, fmt, everywhere)
+        expected = reference.find_changes(exponents, last, None, Form(everywhere=everywhere))
+        assert same(bits, expected.changed) and same(moves, expected.moves)
+        of_reference = reference.find_exponent_changes(fresh, last, fmt, everywhere)
+        assert same(of_reference[0], bits) and same(of_reference[1], moves)
+    assert same(own_last, last) and same(own_fresh, fresh)
 
 
 def compare_bitmaps(tested: Tested, num_values: int, share: float, seed: int) -> None:
@@ -390,6 +406,8 @@ def test_changes(
     last = random_values(num_values, fmt, seed)
     with guarded(threads) as tested:
         compare_changes(tested, changed_values(last, share, seed), last, fmt, data.draw(forms_of(fmt)))
+        if fmt is not None:
+            compare_exponent_changes(tested, last, fmt, share, seed)
 
 
 @settings(max_examples=60, deadline=None)
@@ -427,8 +445,10 @@ def test_around_a_chunk(build: str, fmt: FloatFormat | None, num_values: int, th
         compare_checksums(tested, last.view(torch.uint8))
         for share, form in ((0.0, Form()), (0.03, sparse), (0.9, Form(15)), (0.9, Form(15, everywhere=True))):
             compare_changes(tested, changed_values(last, share, threads), last, fmt, form)
+            if fmt is not None:
+                compare_exponent_changes(tested, last, fmt, share, threads)
         compare_bitmaps(tested, num_values, 0.01, threads)
-        found = reference.find_changes(changed_values(last, 0.1, 0), last.clone(), fmt, sparse)
+        found = reference.find_changes(changed_values(last, 0.1, 0), last, fmt, sparse)
         compare_applied(
             tested, last, fmt, damaged(received_of(found, fmt, sparse, num_values), fmt, num_values, threads)
         )
@@ -453,6 +473,7 @@ def test_every_16_bit_pattern(build: str, fmt: FloatFormat) -> None:
             fresh = (patterns + torch.tensor(step, dtype=torch.int16)).view(fmt.dtype)
             form = Form(15 if step % 2 else 255, everywhere=step == -1, boundary=9 if step == 7 else 0)
             compare_changes(tested, fresh, patterns.view(fmt.dtype), fmt, form)
+            compare_exponent_changes(tested, fresh, fmt, 0.5, 0)
 
 
 @pytest.mark.parametrize("fmt", FORMAT_LIST, ids=named)
@@ -475,6 +496,7 @@ def test_nothing_at_all(build: str, threads: int) -> None:
             compare_hashes(tested, nothing, fmt, 64)
             for form in (Form(), Form(15, everywhere=True), Form(15, boundary=9)):
                 compare_changes(tested, nothing, nothing, fmt, form)
+            compare_exponent_changes(tested, nothing, fmt, 0.5, 0)
         compare_checksums(tested, torch.empty(0, dtype=torch.uint8))
         compare_changes(tested, torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8), None, Form())
         compare_bitmaps(tested, 0, 0.5, 0)
@@ -487,7 +509,7 @@ def test_damaged_changes_do_the_same_and_touch_nothing_else(
     build: str, data: st.DataObject, fmt: FloatFormat | None, num_values: int, threads: int, seed: int
 ) -> None:
     last, form = random_values(num_values, fmt, seed), data.draw(forms_of(fmt))
-    found = reference.find_changes(changed_values(last, 0.5, seed), last.clone(), fmt, form)
+    found = reference.find_changes(changed_values(last, 0.5, seed), last, fmt, form)
     received = damaged(received_of(found, fmt, form, num_values), fmt, num_values, seed)
     with guarded(threads) as tested:
         compare_applied(tested, last, fmt, received)
@@ -550,7 +572,7 @@ def run_under_sanitizers(folder: str, seeds: int) -> None:
                 for boundary in BOUNDARIES[fmt]:
                     form = Form(15 if seed % 3 else 255, boundary=boundary, small_escape=15 if seed % 2 else 255)
                     compare_changes(tested, changed_values(last, seed % 5 / 4, seed), last, fmt, form)
-                    found = reference.find_changes(changed_values(last, 0.5, seed), last.clone(), fmt, form)
+                    found = reference.find_changes(changed_values(last, 0.5, seed), last, fmt, form)
                     received = received_of(found, fmt, form, num_values)
                     compare_applied(tested, last, fmt, damaged(received, fmt, num_values, seed))
                 compare_changes(tested, changed_values(last, 0.8, seed), last, fmt, Form(15, everywhere=True))

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_ciera import CieraPolicy, detach, invalidate, stats
 from fsdp_ciera._compat import get_comm, param_groups
+from fsdp_ciera.gather.channel import Channel
 from fsdp_ciera.gather.collective import CieraAllGather
-from fsdp_ciera.gather.stream import Stream
-from ranks import run_ranks
+from fsdp_ciera.testing import run_ranks
 from tiny_moe import BY_BYTES, Case, bits, build, compare_with_stock
 
 VALUE_DELTA = CieraPolicy(codecs=("value_delta",))
@@ -24,75 +24,74 @@ def comms_of(model: torch.nn.Module) -> list[CieraAllGather]:
     return [comm for comm in comms if isinstance(comm, CieraAllGather)]
 
 
-def streams_of(model: torch.nn.Module) -> list[Stream]:
-    return [stream for comm in comms_of(model) for stream in comm._streams.values()]
+def channels_of(model: torch.nn.Module) -> list[Channel]:
+    return [channel for comm in comms_of(model) for channel in comm.channels.values()]
 
 
 def train(model: torch.nn.Module) -> None:
     model(torch.arange(29)).backward()
 
 
-def outputs_are_reused(rank: int, world_size: int, policy: CieraPolicy, case: Case) -> tuple[bool, int, int, int]:
-    """Whether gathers decode in place; caches; the rest of held outputs; bytes of all gathered groups."""
+def outputs_are_reused(rank: int, world_size: int, policy: CieraPolicy, case: Case) -> tuple[int, int, int, int]:
+    """How many channels hold an output; caches; the rest of held outputs; bytes of all gathered groups."""
     model = build(case, policy)
     train(model)
-    streams = streams_of(model)
-    held = [stream.state.held for stream in streams]
-    gathered_bytes = sum(stream.layout.num_values * stream.cut.world_size * stream.layout.dtype.itemsize
-                         for stream in streams)  # fmt: skip
+    channels = channels_of(model)
+    held = [channel.held for channel in channels]
+    gathered_bytes = sum(channel.layout.num_values * channel.cut.num_nodes * channel.layout.dtype.itemsize
+                         for channel in channels)  # fmt: skip
     report = stats(model)
-    for comm in comms_of(model):
-        for stream in comm._streams.values():
-            output = stream.state.held
-            asked = comm.allocate((stream.layout.num_values * world_size,), dtype=stream.layout.dtype,
-                                  device=torch.device("cpu"))  # fmt: skip
-            other = comm.allocate((stream.layout.num_values * world_size,), dtype=torch.float64,
-                                  device=torch.device("cpu"))  # fmt: skip
-            if output is not None:
-                assert asked.data_ptr() == output.data_ptr() != other.data_ptr()
     train(model)
-    assert [stream.state.held is None for stream in streams] == [output is None for output in held]
-    for stream, output in zip(streams, held, strict=True):
-        assert output is None or (stream.state.held is not None and stream.state.held.data_ptr() == output.data_ptr())
-    found = any(output is not None for output in held), report.cache_bytes, report.held_output_bytes, gathered_bytes
+    for channel, output in zip(channels, held, strict=True):
+        assert (channel.held is None) == (output is None)
+        assert output is None or (channel.held is not None and channel.held.data_ptr() == output.data_ptr())
+    found = sum(output is not None for output in held), report.cache_bytes, report.held_output_bytes, gathered_bytes
     invalidate(model)
-    assert all(stream.state.held is None for stream in streams_of(model))
+    assert all(channel.held is None for channel in channels_of(model))
     train(model)
     comms = comms_of(model)
     detach(model)
-    assert all(not comm._streams for comm in comms)
+    assert all(not comm.channels for comm in comms)
     return found
 
 
-def test_the_output_is_held_and_handed_out_again() -> None:
-    for is_held, cache_bytes, rest_bytes, gathered_bytes in run_ranks(outputs_are_reused, 2, VALUE_DELTA, Case()):
-        assert is_held
-        # own shards and one peer's are caches; both slots of the outputs are held, and the own shards besides
-        assert cache_bytes == gathered_bytes and rest_bytes == gathered_bytes // 2
-
-
 @pytest.mark.parametrize(
-    ("policy", "case", "world_size"),
+    ("policy", "case", "world_size", "num_channels"),
     [
-        (replace(VALUE_DELTA, topology="hierarchical", ranks_per_node=2), Case(), 4),
-        (VALUE_DELTA, Case(reshard_after_forward=2), 4),
-        (CieraPolicy(codecs=("exponent_delta",)), Case(), 2),
+        (VALUE_DELTA, Case(), 2, 3),
+        (replace(VALUE_DELTA, topology="hierarchical", ranks_per_node=2), Case(), 4, 3),
+        (
+            VALUE_DELTA,
+            Case(reshard_after_forward=2),
+            4,
+            5,
+        ),  # two layers have outputs of one size over two process groups
     ],
-    ids=["hierarchical", "two process groups with outputs of one size", "another codec"],
+    ids=["flat", "hierarchical", "two process groups"],
 )
-def test_who_holds_no_output(policy: CieraPolicy, case: Case, world_size: int) -> None:
-    for is_held, cache_bytes, rest_bytes, _ in run_ranks(outputs_are_reused, world_size, policy, case):
-        root_has_one_group = policy is VALUE_DELTA  # the root is never resharded to fewer ranks
-        assert (is_held, cache_bytes > 0) == (root_has_one_group, True)
-        assert (rest_bytes > 0) == root_has_one_group
+def test_the_output_is_held_and_handed_out_again(
+    policy: CieraPolicy, case: Case, world_size: int, num_channels: int
+) -> None:
+    for num_held, cache_bytes, rest_bytes, gathered_bytes in run_ranks(outputs_are_reused, world_size, policy, case):
+        assert num_held == num_channels
+        assert cache_bytes == gathered_bytes and rest_bytes == 0
 
 
-def test_outputs_count_against_the_budget() -> None:
-    ((_, cache_bytes, rest_bytes, _), *_) = run_ranks(outputs_are_reused, 2, VALUE_DELTA, Case())
+def test_who_holds_no_output() -> None:
+    for num_held, cache_bytes, rest_bytes, _ in run_ranks(
+        outputs_are_reused, 2, CieraPolicy(codecs=("exponent_delta",)), Case()
+    ):
+        assert (num_held, cache_bytes > 0, rest_bytes) == (0, True, 0)
+
+
+def test_other_codecs_in_held_outputs_count_against_the_budget() -> None:
+    mix = replace(VALUE_DELTA, categories=("expert_ffn", "embedding"), cache_budget=None)
+    ((num_held, cache_bytes, rest_bytes, gathered_bytes), *_) = run_ranks(outputs_are_reused, 2, mix, Case())
+    assert num_held and rest_bytes > 0 and cache_bytes + rest_bytes == gathered_bytes
     for budget, expected in ((cache_bytes + rest_bytes, True), (cache_bytes + rest_bytes - 1, False)):
-        policy = replace(VALUE_DELTA, cache_budget=budget)
-        for is_held, cached, rest, _ in run_ranks(outputs_are_reused, 2, policy, Case()):
-            assert (is_held, cached, rest) == (expected, cache_bytes, rest_bytes if expected else 0)
+        policy = replace(mix, cache_budget=budget)
+        for held, cached, rest, _ in run_ranks(outputs_are_reused, 2, policy, Case()):
+            assert (held > 0, cached, rest) == (expected, cache_bytes, rest_bytes if expected else 0)
 
 
 MIX = CieraPolicy(codecs=("value_delta", "exponent_delta", "entropy"), cache_budget=None, **BY_BYTES)
@@ -110,16 +109,16 @@ def scribbles_do_not_stay(rank: int, world_size: int) -> None:
     model = build(Case(), VALUE_DELTA)
     train(model)
     for comm in comms_of(model):
-        (stream,) = comm._streams.values()
-        held = stream.state.held
+        (channel,) = comm.channels.values()
+        held = channel.held
         assert held is not None
         right = held.clone()
         elsewhere = torch.full_like(held, 7.0).view(-1)
         own = elsewhere.view(world_size, -1)[rank]
         own.copy_(right[rank])
-        comm(elsewhere, own, stream.group)
+        comm(elsewhere, own, channel.process_group)
         assert torch.equal(bits(elsewhere), bits(right.view(-1)))
-        assert stream.state.held is not None and stream.state.held.data_ptr() == elsewhere.data_ptr()
+        assert channel.held is not None and channel.held.data_ptr() == elsewhere.data_ptr()
 
 
 def test_an_output_elsewhere_gets_a_copy() -> None:

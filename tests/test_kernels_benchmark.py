@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from fake_cuda import run_with_fake_cuda
-from fsdp_ciera.kernels import cuda, host, reference
+from fsdp_ciera.kernels import cuda, host, reference, reference_tiles
 from fsdp_ciera.kernels.changes import Form
 from fsdp_ciera.kernels.dispatch import VARIABLE
 from fsdp_ciera.kernels.formats import FORMATS, packed_bytes
@@ -91,23 +91,22 @@ class CountingTimer:
         return 1.0, 1.0, False
 
 
-def cases_of(kernels: Any, dtype: torch.dtype, num_values: int, num_sets: int) -> dict[str, Any]:
+def cases_of(make_cases: Any, kernels: Any, dtype: torch.dtype, num_values: int, num_sets: int) -> dict[str, Any]:
     """Runs every case, twice, and demands right results -> by name."""
     fmt, found = FORMATS[dtype], {}
     values, timer = benchmark.make_values(fmt, num_values, torch.device("cpu")), CountingTimer(num_sets)
-    for cases in (benchmark.plane_cases, benchmark.scan_cases, benchmark.change_cases):
-        for case in cases(kernels, fmt, values, timer):
-            for _ in range(2):
-                timer.seconds(case.calls, [], True)
-                assert case.is_right(), case.name
-            found[case.name] = case
+    for case in make_cases(kernels, fmt, values, timer):
+        for _ in range(2):
+            timer.seconds(case.calls, [], True)
+            assert case.is_right(), case.name
+        found[case.name] = case
     return found
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_bytes_are_those_of_the_algorithm(dtype: torch.dtype) -> None:
     fmt, num_values = FORMATS[dtype], 70_003
-    cases = cases_of(reference, dtype, num_values, 2)
+    cases = cases_of(benchmark.host_cases, reference, dtype, num_values, 2)
     value_bytes, plane_bytes = num_values * fmt.item_bytes, num_values + fmt.remainder_bytes(num_values)
     bitmap_bytes = packed_bytes(num_values, 1)
     assert {name: cases[name].num_bytes for name in ("hash", "checksum", "split", "merge", "scan")} == {
@@ -129,11 +128,33 @@ def test_bytes_are_those_of_the_algorithm(dtype: torch.dtype) -> None:
             assert case.num_bytes == 2 * value_bytes + bitmap_bytes + sent
 
 
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_bytes_of_tile_kernels_are_those_of_the_algorithm(dtype: torch.dtype) -> None:
+    fmt, num_values = FORMATS[dtype], 70_003
+    cases = cases_of(benchmark.tile_cases, reference_tiles, dtype, num_values, 2)
+    beside = cases_of(benchmark.host_cases, reference, dtype, num_values, 2)
+    assert list(cases) == list(beside)
+    for name in ("hash", "checksum", "split", "merge", "scan"):
+        assert cases[name].num_bytes == beside[name].num_bytes, name
+    values = benchmark.make_values(fmt, num_values, torch.device("cpu"))
+    for share in benchmark.SHARES:
+        fresh = benchmark.make_changed(values, fmt, share)
+        changes = reference.find_changes(fresh, values.clone(), fmt, Form())
+        num_octets = int((changes.changed != 0).sum())
+        sections = (12 * 36, -(-num_values // 64), num_octets, len(changes.moves), changes.literals.nbytes)
+        end = 0
+        for num_bytes in sections:
+            end = -(-end // 16) * 16 + num_bytes
+        find, apply = (cases[f"{kernel}, {100 * share:g} % changed"].num_bytes for kernel in ("find", "apply"))
+        assert find == cases["scan"].num_bytes + end
+        assert apply == end + 2 * 8 * fmt.item_bytes * num_octets
+
+
 def cuda_cases_in_child(dtype_name: str) -> None:
     from fake_cuda.bridge import FakeCuda
 
     fake = FakeCuda(check_races=False)
-    cases_of(cuda, getattr(torch, dtype_name), 4999, 2)
+    cases_of(benchmark.tile_cases, cuda, getattr(torch, dtype_name), 4999, 2)
     assert not [name for name in fake.calls() if "Synchronize" in name]
     print(" ".join(sorted({launch.kernel for launch in fake.launches})))
 
@@ -142,8 +163,8 @@ def test_on_cuda_it_launches_what_does_not_wait() -> None:
     """Behind the stand-in driver: no more than that each case makes the launches it should, with right results."""
     printed = run_with_fake_cuda(cuda_cases_in_child, "bfloat16", env={VARIABLE: "cuda"})
     assert printed.split() == [
-        "apply_bf16", "checksum", "compact_bf16", "count_changes", "count_escapes", "finish_checksums", "hash_bf16",
-        "merge_bf16", "scan_bf16", "split_bf16",
+        "apply_values_bf16", "checksum", "finish_checksums", "hash_blocks_bf16", "merge_rows_bf16", "pack_values_bf16",
+        "scan_values_bf16", "split_bf16",
     ]  # fmt: skip
 
 

@@ -4,15 +4,15 @@
     address   the same with AddressSanitizer and UndefinedBehaviorSanitizer
     thread    an OS thread for each CUDA thread, with ThreadSanitizer
 
-Each of them also has to report the faults that `PLANTS` puts into a copy of the source. What this does not show: races
-between CTAs, which run one after another here, and what nvcc and ptxas make of the source.
+Cases are those of kernel_cases.py. Each build also has to report the faults that `PLANTS` puts into a copy of the source. What
+this does not show: races between CTAs, which run one after another here, and what nvcc and ptxas make of the source.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
-import random
 import re
 import shutil
 import struct
@@ -21,39 +21,41 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
-from fsdp_ciera.kernels import reference
-from fsdp_ciera.kernels.changes import Changes, Form
-from fsdp_ciera.kernels.formats import FORMATS, FloatFormat, packed_bytes
+from fsdp_ciera.kernels import launch as launching
+from fsdp_ciera.kernels.launch import PTX_FILE, Argument
+from kernel_cases import (
+    BF16,
+    Case,
+    Damages,
+    GuardedMemory,
+    Unit,
+    all_cases,
+    hash_case,
+    receive_case,
+    run_case,
+    scan_case,
+    whole,
+)
 
 SHIM = Path(__file__).parent / "shim"
 SOURCE = Path(__file__).parent.parent / "kernels" / "native"
 GXX = shutil.which("g++")
 pytestmark = pytest.mark.skipif(GXX is None, reason="no g++ on PATH: the kernels cannot be compiled for the CPU")
 
-TILE, WARP, CTA = 8, 256, 2048  # values
-NUM_WARPS = CTA // WARP
-SIZES = [1, 7, 8, 9, WARP - 1, WARP, WARP + 1, CTA - 1, CTA, CTA + 1, 2 * CTA + 5]
 SANITIZERS = {
     "plain": [],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"],
     "thread": ["-fsanitize=thread", "-DSHIM_THREADS", "-pthread"],
 }
-SEEDS = {"plain": range(4), "address": range(2), "thread": [1]}
-UNTOUCHED = 0xEE  # what buffers for results are filled with
-FLOATS = list(FORMATS.values())
-VALUES: list[FloatFormat | None] = [*FLOATS, None]  # None: bytes
-
-Launch = Callable[[], None]
-
-
-def name_of(fmt: FloatFormat | None) -> str:
-    """What a format is called in the names of kernels."""
-    return fmt.name if fmt else "byte"
+UNTOUCHED = 0xEE  # what memory for results is filled with
+KERNELS = re.findall(r"\.entry\s+(\w+)", PTX_FILE.read_text())
 
 
 # ---- builds and launches
@@ -68,7 +70,6 @@ class Shim:
 
     def __init__(self, build: str, command: list[str], fault: str = "") -> None:
         self.build = build
-        self.seeds = SEEDS[build]
         self._command = command
         self._environment = {
             **os.environ,
@@ -80,29 +81,20 @@ class Shim:
         self._process: subprocess.Popen[bytes] | None = None
         self._messages = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
 
-    def launch(
-        self, name: str, num_ctas: int, *args: torch.Tensor | int | None, num_rows: int = 1, seed: int = 0
-    ) -> None:
-        """Runs kernel `name`, which changes the contiguous tensors among its arguments in place. `None` is a null pointer.
+    def launch(self, name: str, grid: tuple[int, int], args: tuple[Argument, ...], seed: int = 0) -> None:
+        """Runs kernel `name`, which changes the tensors among its arguments in place. 0 may be a null pointer.
 
-        Buffers lie at multiples of 16 bytes with seed 0, and anywhere that suits their dtype with others.
+        Every tensor, gaps between its rows included, is a buffer of its own, aligned as it is here.
         """
-        shifts = random.Random(f"{seed} {sum(arg.numel() for arg in args if isinstance(arg, torch.Tensor))}")
-        request = [
-            struct.pack("<I", len(name)),
-            name.encode(),
-            struct.pack("<QIII", seed, num_ctas, num_rows, len(args)),
-        ]
+        request = [struct.pack("<I", len(name)), name.encode(), struct.pack("<QIII", seed, *grid, len(args))]
         outputs = []
         for arg in args:
-            if arg is None:
-                request.append(b"\2")
-            elif isinstance(arg, int):
-                request.append(struct.pack("<BQ", 0, arg))
+            if isinstance(arg, int) or not arg.numel():
+                number = arg & (1 << 64) - 1 if isinstance(arg, int) else 0
+                request.append(struct.pack("<BQ", 0, number))
             else:
-                raw = raw_bytes(arg)
-                offset = shifts.choice([0, 1, 2, 3, 4, 8]) * arg.element_size() % 16 if seed else 0
-                request += [struct.pack("<BIQ", 1, offset, len(raw)), raw.tobytes()]
+                raw = bytes_of(arg)
+                request += [struct.pack("<BIQ", 1, arg.data_ptr() % 16, len(raw)), raw.tobytes()]
                 outputs.append(raw)
         process = self._process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
@@ -143,18 +135,36 @@ class Shim:
         status = process.wait(timeout=60)
         self._messages.seek(0)
         words = self._messages.read().decode(errors="replace")
-        # AddressSanitizer says so wherever there are fibres; the shim tells it of each switch between them
-        words = re.sub(r"==\d+==WARNING: ASan doesn't fully support makecontext/swapcontext.*\n", "", words)
         return words + (f"status {status}" if status else "")
 
 
-def raw_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """The bytes of a contiguous tensor, as a view."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+class ShimExecutor(GuardedMemory):
+    """An executor (see kernel_cases.py): memory of this process, launches in a process of a shim."""
+
+    def __init__(self, shim: Shim, seed: int = 0) -> None:
+        super().__init__(torch.device("cpu"), UNTOUCHED)
+        self._shim, self._seed = shim, seed
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        with super().serving(), patch.object(launching, "kernel_module", lambda device: self):
+            yield
+
+    def launch(self, name: str, grid: tuple[int, int], num_threads: int, *args: Argument, device: torch.device) -> None:
+        """As KernelModule.launch."""
+        if all(grid):
+            self._shim.launch(name, grid, args, self._seed)
+
+
+def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """From the first byte of a tensor to its last one, as a view."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = (ctypes.c_uint8 * ((last + 1) * tensor.element_size())).from_address(tensor.data_ptr())
+    return np.ctypeslib.as_array(memory)
 
 
 def compile_driver(build: str, source: Path, program: Path) -> list[str]:
-    """Compiles the driver with the kernels in `source` -> the command that runs it. Cost: 4 to 10 seconds."""
+    """Compiles the driver with the kernels in `source` -> the command that runs it. Cost: 5 to 15 seconds."""
     assert GXX is not None
     command = [GXX, "-std=c++17", "-O1", "-g1", "-fno-strict-aliasing", "-DCIERA_SHIM"]
     command += [*SANITIZERS[build], f"-I{source}", f"-I{SHIM}", "-o", str(program), str(SHIM / "driver.cpp")]
@@ -223,337 +233,40 @@ def run(builds: Builds) -> Iterator[Callable[[str], Shim]]:
         shim.close()
 
 
-@pytest.fixture(params=["plain", "address"])
-def shim(request: pytest.FixtureRequest, run: Callable[[str], Shim]) -> Shim:
-    """The builds that run everything."""
-    return run(request.param)
-
-
-# ---- data
-
-
-def ctas(num_values: int) -> int:
-    """How many CTAs handle so many values."""
-    return -(-num_values // CTA)
-
-
-def patterns(fmt: FloatFormat | None, num_values: int, seed: int) -> torch.Tensor:
-    """Random bit patterns [num_values], as integers."""
-    generator = torch.Generator().manual_seed(seed)
-    item_bytes = fmt.item_bytes if fmt else 1
-    raw = torch.randint(256, (num_values * item_bytes,), dtype=torch.uint8, generator=generator)
-    return raw.view(fmt.int_dtype) if fmt else raw
-
-
-def changed_patterns(last: torch.Tensor, share: float, seed: int) -> torch.Tensor:
-    """`last`, of which about `share` changed: half of those by little, the others to anything."""
-    generator = torch.Generator().manual_seed(seed + 1000)
-    fresh = last.clone()
-    dice = torch.rand(len(last), generator=generator)
-    near = torch.randint(-4, 5, (len(last),), generator=generator).to(last.dtype)
-    moved = dice < share / 2
-    fresh[moved] += near[moved]
-    replaced = (dice >= share / 2) & (dice < share)
-    anything = torch.randint(0, 1 << 62, (len(last),), generator=generator).to(last.dtype)
-    fresh[replaced] = anything[replaced]
-    return fresh
-
-
-def room(num_values: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """Memory for results that a kernel has not touched yet."""
-    return torch.full((num_values * dtype.itemsize,), UNTOUCHED, dtype=torch.uint8).view(dtype)
-
-
-def sums_by_cta(counts: torch.Tensor) -> torch.Tensor:
-    """Counts [n] of values -> int64, for each CTA their sum."""
-    padded = torch.zeros(ctas(len(counts)) * CTA, dtype=torch.int64)
-    padded[: len(counts)] = counts
-    return padded.view(-1, CTA).sum(dim=1)
-
-
 # ---- every kernel against the reference
 
 
-def check_split(shim: Shim, fmt: FloatFormat, num_values: int, seed: int) -> None:
-    values = patterns(fmt, num_values, seed)
-    sizes = [num_values, num_values * fmt.low_bytes, packed_bytes(num_values, fmt.top_bits)]
-    expected = [room(size) for size in sizes]
-    reference.split_planes(values.view(fmt.dtype), fmt, *expected)
-    for wanted in ([True, True, True], [seed % 2 == 0, seed % 2 == 1, False]):
-        wanted[2] &= fmt.top_bits > 0
-        planes = [room(size) if is_wanted else None for size, is_wanted in zip(sizes, wanted, strict=True)]
-        shim.launch(f"split_{fmt.name}", ctas(num_values), values, num_values, *planes, seed=seed)
-        for plane, expect in zip(planes, expected, strict=True):
-            assert plane is None or torch.equal(plane, expect)
+def cases_of(kernel: str) -> list[Case]:
+    found = [case for case in all_cases() if kernel in case.kernels]
+    assert found
+    return found
 
 
-def check_merge(shim: Shim, fmt: FloatFormat, num_values: int, num_rows: int, seed: int) -> None:
-    strides = (num_values + seed, fmt.remainder_bytes(num_values) + 3 * seed, num_values + 2 * seed)
-    exponents_stride, planes_stride, out_stride = strides
-    num_low, num_top = num_values * fmt.low_bytes, packed_bytes(num_values, fmt.top_bits)
-    exponents = torch.zeros(num_rows, exponents_stride, dtype=torch.uint8)
-    planes = torch.zeros(num_rows, planes_stride, dtype=torch.uint8)
-    expected = room(num_rows * out_stride, fmt.int_dtype).view(num_rows, out_stride)
-    for row in range(num_rows):
-        values = patterns(fmt, num_values, seed + row)
-        expected[row, :num_values] = values
-        low, top = planes[row, :num_low], planes[row, num_low : num_low + num_top]
-        reference.split_planes(values.view(fmt.dtype), fmt, exponents[row, :num_values], low, top)
-    out = room((num_rows - 1) * out_stride + num_values, fmt.int_dtype)
-    shim.launch(
-        f"merge_{fmt.name}",
-        ctas(num_values),
-        exponents.view(-1)[: (num_rows - 1) * exponents_stride + num_values],
-        exponents_stride,
-        planes.view(-1)[: (num_rows - 1) * planes_stride + num_low],
-        planes.view(-1)[num_low : (num_rows - 1) * planes_stride + num_low + num_top] if num_top else None,
-        planes_stride,
-        num_values,
-        out,
-        out_stride,
-        num_rows=num_rows,
-        seed=seed,
-    )
-    assert torch.equal(out, expected.view(-1)[: len(out)])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_results_in_any_order_of_threads(run: Callable[[str], Shim], kernel: str) -> None:
+    shim = run("plain")
+    for case in cases_of(kernel):
+        if not case.name.endswith("-all"):
+            for seed in range(4) if case.quick and "damaged" not in case.name else [1]:
+                run_case(case, ShimExecutor(shim, seed))
 
 
-def check_hash(shim: Shim, fmt: FloatFormat, num_values: int, block_size: int, seed: int) -> None:
-    values = patterns(fmt, num_values, seed)
-    expected = reference.hash_blocks(values.view(fmt.dtype), fmt, block_size)
-    hashes = room(expected.numel(), torch.int64)
-    num_ctas = -(-len(expected) // NUM_WARPS)
-    shim.launch(f"hash_{fmt.name}", num_ctas, values, num_values, block_size, hashes, seed=seed)
-    assert torch.equal(hashes, expected.view(-1))
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nothing_outside_of_buffers_is_touched(run: Callable[[str], Shim], kernel: str) -> None:
+    """With damaged payloads too."""
+    shim = run("address")
+    for number, case in enumerate(cases_of(kernel)):
+        if not case.name.endswith("-all"):
+            run_case(case, ShimExecutor(shim, number % 3))
 
 
-def check_blocks(shim: Shim, fmt: FloatFormat, num_values: int, block_size: int, seed: int) -> None:
-    values = patterns(fmt, num_values, seed)
-    num_blocks = -(-num_values // block_size)
-    exponents = torch.zeros(num_blocks * block_size, dtype=torch.uint8)
-    reference.split_planes(values.view(fmt.dtype), fmt, exponents[:num_values])
-    is_taken = torch.rand(num_blocks, generator=torch.Generator().manual_seed(seed)) < 0.6
-    is_taken[-1] = seed % 2 == 0  # the last block may be short
-    ranks = torch.where(is_taken, is_taken.cumsum(0) - 1, -1)
-    num_ctas = -(-num_blocks // NUM_WARPS)
-
-    num_missing = num_blocks * block_size - num_values if is_taken[-1] else 0
-    num_taken = int(is_taken.sum()) * block_size - num_missing
-    taken = room(num_taken)
-    shim.launch(f"take_blocks_{fmt.name}", num_ctas, values, num_values, block_size, ranks, taken, seed=seed)
-    assert torch.equal(taken, exponents.view(-1, block_size)[is_taken].view(-1)[:num_taken])
-
-    cache = room(num_blocks * block_size)
-    expected = torch.where(is_taken[:, None], exponents.view(-1, block_size), UNTOUCHED).view(-1)
-    shim.launch("put_blocks", num_ctas, taken, num_taken, block_size, ranks, num_blocks, cache, seed=seed)
-    assert torch.equal(cache, expected)
-
-
-def check_checksum(shim: Shim, num_bytes: int, num_rows: int, num_ctas: int, seed: int) -> None:
-    stride = num_bytes + 5 * seed
-    rows = patterns(None, num_rows * stride, seed)
-    sums = torch.zeros(num_rows, dtype=torch.int64)
-    sent = rows[: (num_rows - 1) * stride + num_bytes]
-    shim.launch("checksum", num_ctas, sent, stride, num_bytes, sums, num_rows=num_rows, seed=seed)
-    shim.launch("finish_checksums", -(-num_rows // WARP), sums, num_rows, seed=seed)
-    assert torch.equal(sums, reference.checksum(rows.view(num_rows, stride)[:, :num_bytes]))
-
-
-def check_changes(shim: Shim, fmt: FloatFormat | None, num_values: int, escape: int, share: float, seed: int) -> None:
-    """What the sender launches, then what the receiver does."""
-    last = patterns(fmt, num_values, seed)
-    fresh = changed_patterns(last, share, seed)
-    expected = reference.find_changes(fresh.clone(), last.clone(), fmt, Form(escape))
-    changes_up_to, literals_up_to = send_changes(shim, fmt, fresh, last, escape, expected, seed)
-    assert expected.changed is not None
-    bitmap = expected.changed.clone()
-    if num_values % 8:
-        bitmap[-1] |= 0xFF << num_values % 8 & 0xFF  # bits behind the last value do not count
-    counted_changes, counted_literals = count(shim, bitmap, num_values, expected.moves, escape, seed)
-    assert torch.equal(counted_changes, changes_up_to)
-    assert fmt is None or torch.equal(counted_literals, literals_up_to)
-    for out in (room(num_values, last.dtype), None):
-        values = last.clone()
-        damage = apply(shim, fmt, values, escape, bitmap, expected.moves, expected.literals, out, seed)
-        assert not damage
-        assert torch.equal(values, fresh)
-        assert out is None or torch.equal(out, fresh)
-
-
-def send_changes(
-    shim: Shim,
-    fmt: FloatFormat | None,
-    fresh: torch.Tensor,
-    last: torch.Tensor,
-    escape: int,
-    expected: Changes,
-    seed: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """scan -> cumsum -> compact, compared -> changes_up_to, literals_up_to."""
-    num_values, name = len(fresh), name_of(fmt)
-    bitmap = room(packed_bytes(num_values, 1))
-    num_changed, num_literals = room(ctas(num_values), torch.int64), room(ctas(num_values), torch.int64)
-    shim.launch(
-        f"scan_{name}", ctas(num_values), fresh, last, num_values, escape, bitmap, num_changed, num_literals, seed=seed
-    )
-    assert expected.changed is not None
-    assert torch.equal(bitmap, expected.changed)
-    is_changed = fresh != last
-    is_literal = torch.zeros_like(is_changed)
-    if fmt is not None:
-        is_literal[is_changed] = expected.moves == escape
-    assert torch.equal(num_changed, sums_by_cta(is_changed))
-    assert torch.equal(num_literals, sums_by_cta(is_literal))
-
-    changes_up_to, literals_up_to = num_changed.cumsum(0), num_literals.cumsum(0)
-    moves, literals = room(int(changes_up_to[-1])), room(int(literals_up_to[-1]), fresh.dtype)
-    updated = last.clone()
-    shim.launch(
-        f"compact_{name}",
-        ctas(num_values),
-        fresh,
-        updated,
-        num_values,
-        escape,
-        bitmap,
-        changes_up_to,
-        literals_up_to,
-        moves,
-        literals,
-        seed=seed,
-    )
-    assert torch.equal(moves, expected.moves)
-    assert torch.equal(literals, expected.literals)
-    assert torch.equal(updated, fresh)
-    return changes_up_to, literals_up_to
-
-
-def count(
-    shim: Shim, bitmap: torch.Tensor, num_values: int, moves: torch.Tensor, escape: int, seed: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """count_changes -> cumsum -> count_escapes -> cumsum."""
-    num_ctas = ctas(num_values)
-    num_changed, num_literals = room(num_ctas, torch.int64), room(num_ctas, torch.int64)
-    shim.launch("count_changes", num_ctas, bitmap, num_values, num_changed, seed=seed)
-    up_to = num_changed.cumsum(0)
-    num_groups = -(-num_ctas // NUM_WARPS)
-    shim.launch("count_escapes", num_groups, moves, len(moves), up_to, num_ctas, escape, num_literals, seed=seed)
-    return up_to, num_literals.cumsum(0)
-
-
-def apply(
-    shim: Shim,
-    fmt: FloatFormat | None,
-    values: torch.Tensor,
-    escape: int,
-    bitmap: torch.Tensor,
-    moves: torch.Tensor,
-    literals: torch.Tensor,
-    out: torch.Tensor | None,
-    seed: int,
-) -> bool:
-    """What a receiver launches, in place on `values` -> whether the kernel found damage."""
-    changes_up_to, literals_up_to = count(shim, bitmap, len(values), moves, escape, seed)
-    damage = torch.zeros(1, dtype=torch.int32)
-    shim.launch(
-        f"apply_{name_of(fmt)}",
-        ctas(len(values)),
-        values,
-        len(values),
-        escape,
-        bitmap,
-        changes_up_to,
-        literals_up_to if fmt else None,
-        moves,
-        len(moves),
-        literals if fmt else None,
-        len(literals) if fmt else 0,
-        out,
-        damage,
-        seed=seed,
-    )
-    assert damage.item() in (0, 1)
-    return bool(damage.item())
-
-
-@pytest.mark.parametrize("fmt", FLOATS, ids=name_of)
-def test_split(shim: Shim, fmt: FloatFormat) -> None:
-    for num_values in SIZES:
-        for seed in shim.seeds:
-            check_split(shim, fmt, num_values, seed)
-
-
-@pytest.mark.parametrize("fmt", FLOATS, ids=name_of)
-def test_merge_of_rows(shim: Shim, fmt: FloatFormat) -> None:
-    for num_values in SIZES:
-        for seed in shim.seeds:
-            check_merge(shim, fmt, num_values, 1 if num_values > CTA else 3, seed)
-
-
-@pytest.mark.parametrize("fmt", FLOATS, ids=name_of)
-def test_hash(shim: Shim, fmt: FloatFormat) -> None:
-    for num_values, block_size in [(1, 64), (64, 64), (65, 8), (8 * 64 + 1, 64), (2 * 512 - 7, 512), (1500, 264)]:
-        for seed in shim.seeds:
-            check_hash(shim, fmt, num_values, block_size, seed)
-
-
-@pytest.mark.parametrize("fmt", FLOATS, ids=name_of)
-def test_take_and_put_blocks(shim: Shim, fmt: FloatFormat) -> None:
-    for num_values, block_size in [(1, 64), (64, 64), (9 * 64 + 13, 64), (17 * 8 - 3, 8), (1200, 512), (1500, 264)]:
-        for seed in shim.seeds:
-            check_blocks(shim, fmt, num_values, block_size, seed)
-
-
-def test_checksum_of_rows(shim: Shim) -> None:
-    for num_bytes, num_rows, num_ctas in [(1, 1, 1), (7, 3, 1), (8, 2, 1), (2049, 3, 2), (4100, 2, 1), (8 * 700, 1, 2)]:
-        for seed in shim.seeds:
-            check_checksum(shim, num_bytes, num_rows, num_ctas, seed)
-    check_checksum(shim, 3, 300, 1, 0)  # more rows than a CTA of finish_checksums has threads
-
-
-@pytest.mark.parametrize("fmt", VALUES, ids=name_of)
-def test_changes_at_every_size(shim: Shim, fmt: FloatFormat | None) -> None:
-    for num_values in SIZES:
-        for seed in shim.seeds:
-            check_changes(shim, fmt, num_values, 255, 0.4, seed)
-
-
-@pytest.mark.parametrize("fmt", VALUES, ids=name_of)
-def test_changes_of_all_kinds(shim: Shim, fmt: FloatFormat | None) -> None:
-    for escape, share in [(255, 0.0), (15, 0.01), (5, 1.0), (0, 0.3)]:
-        check_changes(shim, fmt, 2 * CTA + 300, escape, share, seed=len(shim.seeds) - 1)
-    last = patterns(fmt, CTA + 9, 7)
-    fresh = last ^ 1 << (8 * last.element_size() - 1) if fmt else last + 1  # all change, nearly all of them far
-    send_changes(shim, fmt, fresh, last, 9, reference.find_changes(fresh, last.clone(), fmt, Form(9)), 1)
-
-
-@pytest.mark.parametrize("fmt", VALUES, ids=name_of)
-def test_damaged_changes_are_found_and_stay_in_bounds(shim: Shim, fmt: FloatFormat | None) -> None:
-    num_values, escape = 2 * CTA + 300, 9
-    last = patterns(fmt, num_values, 5)
-    fresh = changed_patterns(last, 0.3, 5)
-    changes = reference.find_changes(fresh, last.clone(), fmt, Form(escape))
-    bitmap, moves, literals = changes.changed, changes.moves, changes.literals
-    assert bitmap is not None
-    first = int((fresh != last)[:CTA].sum())  # moves of the first CTA, which is intact
-
-    def received(bitmap: torch.Tensor, moves: torch.Tensor, literals: torch.Tensor) -> tuple[bool, torch.Tensor]:
-        values, out = last.clone(), room(num_values, last.dtype)
-        damage = apply(shim, fmt, values, escape, bitmap, moves, literals, out, seed=1)
-        assert torch.equal(values, out)
-        return damage, values
-
-    for num_moves in (len(moves) - 1, len(moves) - 300, first, 0):
-        damage, values = received(bitmap, moves[:num_moves], literals)
-        assert damage
-        assert num_moves < first or torch.equal(values[:CTA], fresh[:CTA])
-        assert num_moves or torch.equal(values, last)
-    assert received(torch.full_like(bitmap, 255), moves, literals)[0]
-    if fmt is not None:
-        for num_literals in (len(literals) - 1, 1, 0):
-            assert received(bitmap, moves, literals[:num_literals])[0]
-        assert received(bitmap, torch.full_like(moves, escape), literals)[0]
-        damage, values = received(bitmap, torch.full_like(moves, escape), literals[:0])
-        assert damage and torch.equal(values, last)
+# One CTA each mostly: races between CTAs do not show.
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_data_races(run: Callable[[str], Shim], kernel: str) -> None:
+    quick = [case for case in cases_of(kernel) if case.quick]
+    damaged = [case for case in quick if "damaged" in case.name]
+    for case in [*[case for case in quick if "damaged" not in case.name][:2], *damaged[:1]]:
+        run_case(case, ShimExecutor(run("thread")))
 
 
 def test_the_driver_launches_every_kernel_there_is(builds: Builds) -> None:
@@ -561,22 +274,7 @@ def test_the_driver_launches_every_kernel_there_is(builds: Builds) -> None:
     listed = subprocess.run([*command, "--list"], capture_output=True, text=True, check=True).stdout.split()
     symbols = subprocess.run(["nm", "--defined-only", *command], capture_output=True, text=True, check=True).stdout
     functions = {name for _, kind, name in map(str.split, symbols.splitlines()) if kind == "T"}
-    assert set(listed) == {name for name in functions if not name.startswith("_") and name != "main"}
-    assert len(listed) == 29
-
-
-# One CTA each: races between CTAs do not show. Damaged changes are left out: several threads may write the same 1 to
-# `damage`, a race in C++ and none that matters in CUDA.
-def test_no_data_races(run: Callable[[str], Shim]) -> None:
-    shim = run("thread")
-    for fmt in FLOATS:
-        check_split(shim, fmt, 300, 1)
-        check_merge(shim, fmt, 300, 2, 1)
-        check_hash(shim, fmt, 9 * 64 - 3, 64, 1)
-        check_blocks(shim, fmt, 9 * 64 - 3, 64, 1)
-    for values in VALUES:
-        check_changes(shim, values, CTA - 3, 15, 0.5, 1)
-    check_checksum(shim, 8 * 300 + 1, 2, 2, 1)
+    assert set(listed) == {name for name in functions if not name.startswith("_") and name != "main"} == set(KERNELS)
 
 
 # ---- planted faults, each of which has to be reported
@@ -585,37 +283,73 @@ def test_no_data_races(run: Callable[[str], Shim]) -> None:
 PLANTS = [
     (
         "common.cuh",
-        "if (left >= N && num_bytes % 16 == 0 && is_aligned(from, 16)) {",
-        'if ((left >= N || shim::planted("read behind")) && num_bytes % 16 == 0 &&'
+        "void load_values(T* values, const T* __restrict__ from, i64 left) {\n"
+        "  constexpr int num_bytes = N * sizeof(T);\n"
+        "  if (left >= N && num_bytes % 16 == 0 && is_aligned(from, 16)) {",
+        "void load_values(T* values, const T* __restrict__ from, i64 left) {\n"
+        "  constexpr int num_bytes = N * sizeof(T);\n"
+        '  if ((left >= N || shim::planted("read behind")) && num_bytes % 16 == 0 &&'
         ' (is_aligned(from, 16) || shim::planted("misaligned"))) {',
     ),
     (
-        "kernels.cu",
-        "if (lane == 31) warp_sums[warp] = up_to;\n  __syncthreads();",
-        'if (lane == 31) warp_sums[warp + (shim::planted("shared") ? kWarps : 0)] = up_to;\n'
+        "cta.cuh",
+        "if (lane_number() == 31) warp_sums[warp_number()] = up_to;\n  __syncthreads();",
+        'if (lane_number() == 31) warp_sums[warp_number() + (shim::planted("shared") ? kWarps : 0)] = up_to;\n'
         '  if (shim::planted("shuffle as fence"))'
-        " __shfl_xor_sync(kAllLanes, 0u, 1), (void)*(volatile u32*)(warp_sums + warp);\n"
+        " __shfl_xor_sync(kAllLanes, 0u, 1), (void)*(volatile u32*)(warp_sums + warp_number());\n"
         '  if (!shim::planted("no barrier")) __syncthreads();',
     ),
     (
-        "kernels.cu",
+        "cuda_blocks.cuh",
         "sum0 = sum_over_warp(sum0);",
-        'if (lane < 16 || !shim::planted("divergent shuffle")) sum0 = sum_over_warp(sum0);',
+        'if (lane_number() < 16 || !shim::planted("divergent shuffle")) sum0 = sum_over_warp(sum0);',
     ),
     (
-        "kernels.cu",
-        "if (threadIdx.x % 32 == 0) warp_counts[threadIdx.x / 32] = count;\n  __syncthreads();",
-        'if (threadIdx.x % 32 == 0 && (count || !shim::planted("unwritten")))\n'
-        "    warp_counts[threadIdx.x / 32] = count;\n"
+        "cuda_changes.cuh",
+        "if (lane_number() == 0) warp_counts[warp_number()] = counts;\n  __syncthreads();",
+        'if (lane_number() == 0 && (counts || !shim::planted("unwritten"))) warp_counts[warp_number()] = counts;\n'
         '  if (shim::planted("two barriers") && threadIdx.x < 64) __syncthreads();\n'
         '  else if (threadIdx.x < 40 || !shim::planted("part of a barrier")) __syncthreads();',
     ),
     (
-        "kernels.cu",
-        "bitmap[tile] = (u8)bits;",
-        'bitmap[tile] = (u8)bits;\n    if (shim::planted("write before") && tile == 0) bitmap[-1] = 0;',
+        "cuda_changes.cuh",
+        "bits_of[(i64)blockIdx.x * kThreads + threadIdx.x] = (u8)bits;",
+        "bits_of[(i64)blockIdx.x * kThreads + threadIdx.x] = (u8)bits;\n"
+        '  if (shim::planted("write before") && threadIdx.x == 0) bits_of[-1] = 0;',
+    ),
+    (
+        "cuda_changes.cuh",
+        "sum_before(num_literals, warp_literals, total)",
+        'sum_before(num_literals, shim::planted("one array") ? warp_moves : warp_literals, total)',
+    ),
+    (
+        "cuda_changes.cuh",
+        "if (total != here[0]) return report_damage(damage);",
+        'if (total != here[0] || (shim::planted("own mind") && !is_changed)) return report_damage(damage);',
+    ),
+    (
+        "cuda_changes.cuh",
+        "  if (!fits) return report_damage(damage);",
+        '  if (!fits && !shim::planted("trust")) return report_damage(damage);',
+    ),
+    (
+        "payloads.cuh",
+        "fits = fits && start <= end && end <= limit &&",
+        'fits = fits && start <= end && (end <= limit || shim::planted("trust in the table")) &&',
     ),
 ]
+
+SMALL_SCAN = Case("scan", ("scan_values_bf16",), scan_case(Unit(BF16, whole(300), 0.5, 15), "values"))
+FEW_CHANGES = Case("scan", ("scan_values_bf16",), scan_case(Unit(BF16, whole(2000), 0.001), "values"))
+HASH = Case("hash", ("hash_blocks_bf16",), hash_case(Unit(BF16, whole(64), block_size=64)))
+TWO_TILES = Unit(BF16, ((0, 2048), (2050, 37)), 0.3)
+APPLY = Case("apply", ("apply_values_bf16",), receive_case(TWO_TILES, "values", 0))
+
+
+def damaged(name: str) -> Case:
+    """apply with one kind of damage."""
+    damage = Damages("values", 1).noticed[name]
+    return Case(f"apply, {name}", APPLY.kernels, receive_case(TWO_TILES, "values", 0, damage=damage))
 
 
 @pytest.fixture
@@ -636,62 +370,50 @@ def plant(builds: Builds) -> Iterator[Callable[[str, str], Shim]]:
 @pytest.mark.parametrize("build", ["address", "thread"])
 def test_planted_copy_without_faults_is_clean(builds: Builds, build: str) -> None:
     shim = Shim(build, builds.command(build, is_planted=True))
-    check_changes(shim, FLOATS[0], 300, 15, 0.5, 1)
-    check_hash(shim, FLOATS[0], 300, 64, 1)
+    for case in (SMALL_SCAN, FEW_CHANGES, HASH, APPLY):
+        run_case(case, ShimExecutor(shim, 1))
     shim.close()
 
 
+REPORTS = [
+    ("thread", "no barrier", APPLY, r"data race"),
+    ("thread", "shuffle as fence", APPLY, r"data race"),
+    ("thread", "one array", APPLY, r"data race"),
+    ("address", "shared", APPLY, r"runtime error: store to address .* with insufficient space"),
+    ("address", "write before", SMALL_SCAN, r"heap-buffer-overflow[\s\S]*WRITE of size 1"),
+    ("plain", "write before", SMALL_SCAN, r"shim: scan_values_bf16 wrote outside of a buffer"),
+    ("address", "read behind", SMALL_SCAN, r"heap-buffer-overflow[\s\S]*READ of size"),
+    ("address", "trust", damaged("all offsets are 2**30 more"), r"AddressSanitizer[\s\S]*READ"),
+    ("address", "trust in the table", damaged("all sections are far behind"), r"AddressSanitizer[\s\S]*READ"),
+    ("plain", "divergent shuffle", HASH, r"shim: deadlock: 16 threads wait, 240 have ended.*\sstatus 3"),
+    ("thread", "divergent shuffle", HASH, r"shim: deadlock: 16 threads wait, 240 have ended.*\sstatus 3"),
+    ("plain", "part of a barrier", SMALL_SCAN, r"shim: deadlock: 40 threads wait, 216 have ended"),
+    ("thread", "part of a barrier", SMALL_SCAN, r"shim: deadlock: 40 threads wait, 216 have ended"),
+    ("plain", "two barriers", SMALL_SCAN, r"shim: divergent barrier"),
+    ("thread", "two barriers", SMALL_SCAN, r"shim: divergent barrier"),
+    ("plain", "own mind", APPLY, r"shim: deadlock"),
+    ("thread", "own mind", APPLY, r"shim: deadlock"),
+]
+
+
 @pytest.mark.parametrize(
-    "build, fault, report",
-    [
-        ("thread", "no barrier", r"data race"),
-        ("thread", "shuffle as fence", r"data race"),
-        ("address", "shared", r"runtime error: store to address .* with insufficient space"),
-        ("address", "write before", r"heap-buffer-overflow[\s\S]*WRITE of size 1"),
-        ("plain", "write before", r"shim: scan_bf16 wrote outside of a buffer"),
-    ],
+    "build, fault, case, report", REPORTS, ids=[f"{build}-{fault}" for build, fault, *_ in REPORTS]
 )
-def test_planted_fault_in_changes(plant: Callable[[str, str], Shim], build: str, fault: str, report: str) -> None:
+def test_planted_fault(plant: Callable[[str, str], Shim], build: str, fault: str, case: Case, report: str) -> None:
     with pytest.raises(KernelFault, match=report):
-        check_changes(plant(build, fault), FLOATS[0], 300, 15, 0.5, 1 if build == "plain" else 0)
+        run_case(case, ShimExecutor(plant(build, fault)))
 
 
-def test_missing_barrier_makes_wrong_results(plant: Callable[[str, str], Shim]) -> None:
+@pytest.mark.parametrize(
+    "fault, case", [("no barrier", APPLY), ("one array", APPLY), ("unwritten", FEW_CHANGES)], ids=str
+)
+def test_planted_fault_makes_wrong_results(plant: Callable[[str, str], Shim], fault: str, case: Case) -> None:
     with pytest.raises((AssertionError, KernelFault)):  # even addresses are wrong
-        check_changes(plant("plain", "no barrier"), FLOATS[0], CTA, 15, 0.5, 1)
+        for seed in range(4):
+            run_case(case, ShimExecutor(plant("plain", fault), seed))
 
 
-@pytest.mark.parametrize(
-    "fault, seed, report",
-    [("read behind", 0, r"heap-buffer-overflow[\s\S]*READ of size"), ("misaligned", 1, r"runtime error: .*misaligned")],
-)
-def test_planted_fault_in_loads(plant: Callable[[str, str], Shim], fault: str, seed: int, report: str) -> None:
-    with pytest.raises(KernelFault, match=report):
-        for num_values in (9, 300):
-            check_split(plant("address", fault), FLOATS[0], num_values, seed)
-
-
-@pytest.mark.parametrize("build", ["plain", "thread"])
-def test_shuffle_in_part_of_a_warp_is_a_deadlock(plant: Callable[[str, str], Shim], build: str) -> None:
-    with pytest.raises(KernelFault, match=r"shim: deadlock: 16 threads wait, 240 have ended.*\sstatus 3"):
-        check_hash(plant(build, "divergent shuffle"), FLOATS[0], 64, 64, 0)
-
-
-@pytest.mark.parametrize(
-    "build, fault, report",
-    [
-        ("plain", "part of a barrier", r"shim: deadlock: 40 threads wait, 216 have ended"),
-        ("thread", "part of a barrier", r"shim: deadlock: 40 threads wait, 216 have ended"),
-        ("plain", "two barriers", r"shim: divergent barrier"),
-        ("thread", "two barriers", r"shim: divergent barrier"),
-    ],
-)
-def test_planted_fault_in_a_count(plant: Callable[[str, str], Shim], build: str, fault: str, report: str) -> None:
-    with pytest.raises(KernelFault, match=report):
-        plant(build, fault).launch("count_changes", 1, patterns(None, 40, 0), 320, room(1, torch.int64))
-
-
-def test_unwritten_shared_memory_makes_wrong_results(plant: Callable[[str, str], Shim]) -> None:
-    num_changed = room(1, torch.int64)
-    plant("plain", "unwritten").launch("count_changes", 1, torch.full((40,), 255, dtype=torch.uint8), 320, num_changed)
-    assert num_changed.item() != 320
+def test_misaligned_vectors_are_reported(plant: Callable[[str, str], Shim]) -> None:
+    odd = Case("scan", SMALL_SCAN.kernels, scan_case(Unit(BF16, whole(300), 0.5, 15), "values", "odd"))
+    with pytest.raises(KernelFault, match=r"runtime error: .*misaligned"):
+        run_case(odd, ShimExecutor(plant("address", "misaligned")))

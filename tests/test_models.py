@@ -22,7 +22,7 @@ from torch import Tensor
 import fsdp_ciera.recipes.models
 from fsdp_ciera.recipes.config import Recipe, load_recipe
 from fsdp_ciera.recipes.models import MODELS, build_model, load_pretrained, register_auto_classes
-from ranks import run_ranks
+from fsdp_ciera.testing import run_ranks
 
 pytest.importorskip("transformers")
 

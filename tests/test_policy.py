@@ -24,7 +24,7 @@ from fsdp_ciera import (
 from fsdp_ciera._compat import AllGather, check_torch_version, get_comm, is_default_comm, param_groups, set_comm
 from fsdp_ciera.errors import UnsupportedTorchError
 from fsdp_ciera.policy import parse_byte_size
-from ranks import run_ranks
+from fsdp_ciera.testing import run_ranks
 from tiny_moe import PAPERS_CODEC, Case, build
 
 

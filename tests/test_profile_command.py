@@ -21,7 +21,7 @@ from fsdp_ciera.recipes.config import load_recipe, recipe_from_tables
 from fsdp_ciera.recipes.profile import codecs_table_of, cost_of, rates_table_of, table_of
 from fsdp_ciera.recipes.profile_figures import draw_profile
 from fsdp_ciera.recipes.train import TrainResult, train
-from ranks import run_ranks
+from fsdp_ciera.testing import run_ranks
 from tiny_models import save_tiny_model, write_text
 
 FIGURES = (

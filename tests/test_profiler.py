@@ -24,7 +24,7 @@ from fsdp_ciera.policies.rates import BLOCK_SIZES, Rates
 from fsdp_ciera.profiling.counts import SHARD_CUTS, CountLayout, ShardCounter
 from fsdp_ciera.profiling.profile import ALL, merge_tables
 from fsdp_ciera.profiling.trials import TRIED_CODECS, CodecTrials, TriedShard
-from ranks import run_ranks
+from fsdp_ciera.testing import run_ranks
 
 LAYOUT = CountLayout((*BLOCK_SIZES, 100), TRIED_CODECS)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fsdp_ciera import CieraPolicy
-from ranks import RankFailure, run_ranks
+from fsdp_ciera.testing import RankFailure, run_ranks
 from tiny_moe import BY_BYTES, Case, compare_all_with_stock
 
 WORLD_SIZE, RANKS_PER_NODE, NUM_OPERATIONS = 4, 2, 14

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_ciera import Link
 from fsdp_ciera.planning import conditions
-from ranks import run_ranks
+from fsdp_ciera.testing import run_ranks
 from tiny_moe import Case, TinyMoe
 
 README = Path(__file__).parent.parent / "README.md"

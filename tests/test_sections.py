@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from fsdp_ciera.backends.base import PayloadPlan
+from fsdp_ciera.backends.cpu import read_sections
 from fsdp_ciera.codecs.positions import read_positions, write_positions
 from fsdp_ciera.codecs.sections import Coding, Form, SectionWriter, StoredSection, SymbolReader
 from fsdp_ciera.errors import CieraDecodeError
-from fsdp_ciera.gather.payload import read_sections, table_start, write_table
+from fsdp_ciera.kernels.heads import FAILED, HEAD, HEAD_BYTES, Damage
 from fsdp_ciera.kernels.reference import CHUNK_VALUES, gaps_of_bits, pack_bits
+from loops import CPU
 
 
 def bits_at(positions: list[int], num_values: int) -> torch.Tensor:
@@ -113,17 +119,79 @@ def test_the_smallest_of_several_forms_is_taken() -> None:
     assert np.array_equal(room[:100], noise)
 
 
+def codecs_of(num_sections: int) -> Any:
+    """One codec with a state."""
+    return [SimpleNamespace(stateless=False, num_sections=num_sections)]
+
+
 def test_table_and_sections_round_trip() -> None:
-    table, start = table_start(5, 2)
-    payload = np.arange(100, dtype=np.uint8)
-    writer = SectionWriter(payload[start:])
+    plan = PayloadPlan((HEAD_BYTES + 16,), (5,), (0,), 2, HEAD_BYTES + 16 + 5, 1)
+    writer = SectionWriter(np.empty(1000, np.uint8))
     writer.code(lambda: [np.arange(10, dtype=np.uint8)], 10)
     writer.code(lambda: [np.zeros(400, np.uint8)], 400)
-    num_bytes = write_table(payload, 5, writer.entries)
-    assert (table, num_bytes) == (5, start + writer.num_bytes)
-    stored = read_sections(torch.from_numpy(payload[:num_bytes]), 5, 2)
+    encoded = CPU.seal(plan, codecs_of(2), writer, 1 << 40)
+    assert encoded.num_bytes == plan.sections_at + writer.num_bytes
+    payload = CPU.payload(plan, encoded, encoded.num_bytes + 3)
+    plan.fixed(payload, 0)[:] = torch.arange(5, dtype=torch.uint8)
+    checksum = torch.tensor([-7])
+    CPU.stamp(payload, 12345, checksum, checksum, encoded.payload_bytes)
+    stored = read_sections(plan, payload, encoded.num_bytes)
     assert [section.coding for section in stored] == [Coding.PLAIN, Coding.ZSTD]
     assert [len(section.data) for section in stored] == [num_bytes for _, num_bytes in writer.entries]
     assert stored[0].data.tolist() == list(range(10))
-    assert write_table(payload, 0, [(Coding.PLAIN, 0)] * 2) == 0
-    assert write_table(payload, 0, [(Coding.PLAIN, 0), (Coding.ALL, 0)]) == 16
+    assert payload[plan.fixed_at[0] : plan.sections_at].tolist() == list(range(5))
+    head = payload[:HEAD_BYTES].numpy().view(HEAD)[0]
+    assert (int(head["name"]), int(head["checksum"])) == (12345, 2**64 - 7)
+    assert int(head["payload_bytes"]) == encoded.num_bytes
+    for length in (
+        encoded.num_bytes - 1,
+        encoded.num_bytes + 1,
+        plan.sections_at - 1,
+        encoded.num_bytes + 4,
+        HEAD_BYTES,
+    ):
+        with pytest.raises(CieraDecodeError):
+            read_sections(plan, payload, length)
+
+
+def test_nothing_changed_is_a_head_and_nothing_else() -> None:
+    plan = PayloadPlan((HEAD_BYTES + 16,), (0,), (0,), 2, HEAD_BYTES + 16, 1)
+    for coding, expected in ((Coding.PLAIN, HEAD_BYTES), (Coding.ALL, HEAD_BYTES + 16)):
+        writer = SectionWriter(np.empty(9, np.uint8))
+        writer.empty()
+        writer.empty(coding)
+        encoded = CPU.seal(plan, codecs_of(2), writer, 1 << 40)
+        assert encoded.num_bytes == expected
+        payload = CPU.payload(plan, encoded, 100)
+        assert [section.coding for section in read_sections(plan, payload, expected)] == [Coding.PLAIN, coding]
+
+
+def test_a_payload_as_large_as_the_shard_is_not_kept() -> None:
+    plan = PayloadPlan((HEAD_BYTES + 8,), (100,), (0,), 1, HEAD_BYTES + 108, 1)
+    writer = SectionWriter(np.empty(99, np.uint8))
+    writer.reserve(10)
+    assert CPU.seal(plan, codecs_of(1), writer, 151).num_bytes == 150
+    encoded = CPU.seal(plan, codecs_of(1), writer, 150)
+    assert (encoded.num_bytes, len(encoded.data), int(encoded.repeat_bytes)) == (150, 0, 140)
+
+
+def test_heads_say_whose_gather_it_is() -> None:
+    heads = torch.zeros(3, HEAD_BYTES, dtype=torch.uint8)
+    one, other = torch.tensor([1]), torch.tensor([2])
+    for flag, row in (
+        (Damage(0), None),
+        (Damage.OTHER_GATHER, (78, one)),
+        (Damage.BROKEN_PROMISE, (77, other)),
+        (Damage.FAILED, (FAILED, one)),
+        (Damage.FOREIGN, None),
+    ):
+        for head in heads:
+            CPU.stamp(head, 77, one, one, other)
+        if row is not None:
+            CPU.stamp(heads[1], row[0], row[1], one, other)
+        if flag == Damage.FOREIGN:
+            heads[1, 24] ^= 1
+        damage = torch.zeros(1, dtype=torch.int32)
+        row_ok = CPU.check_heads(heads, 0, 77, damage)
+        assert int(damage) == flag
+        assert row_ok.tolist() == [1, int(flag == 0), 1]

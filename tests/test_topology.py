@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from fsdp_ciera import CieraPolicy, stats
 from fsdp_ciera.errors import CieraMismatchError, CieraPeerError, CieraPolicyError
-from fsdp_ciera.gather.lockstep import LockstepState
+from fsdp_ciera.gather.channel import Channel
 from fsdp_ciera.gather.topology import NODE_GROUPS, Cut, cut_of
-from ranks import run_ranks
+from fsdp_ciera.testing import run_ranks
 from tiny_moe import Case, build, compare_with_stock
 
 PAIRS = CieraPolicy(codecs=("value_delta",), topology="hierarchical", ranks_per_node=2)
@@ -65,13 +65,13 @@ def test_caches_shrink_and_repeat_gathers_stay_inside_the_node() -> None:
     for report in (flat_stats, pairs):
         assert sum(link.raw_bytes for link in report.by_link.values()) == report.raw_bytes == flat_stats.raw_bytes
         assert sum(link.wire_bytes for link in report.by_link.values()) == report.wire_bytes
-    header_bytes = 3 * 64
+    head_bytes = 32
     num_repeats = sum(n for phase, n in pairs.gathers_by_phase.items() if phase.startswith("repeat/"))
     repeats = sum(b.wire_bytes for phase, b in pairs.by_phase.items() if phase.startswith("repeat/"))
     raw = sum(b.raw_bytes for phase, b in pairs.by_phase.items() if phase.startswith("repeat/"))
-    outcome_bytes = 8  # how a rank fared, beside its column
+    tail_bytes = 8 + 2 * 8  # how a rank fared, and two checksums, beside its column
     assert num_repeats == 2 + 2 + 7
-    assert repeats == num_repeats * (header_bytes + outcome_bytes) + raw * 2 // 3  # 2 of 3 peers' shards: in the node
+    assert repeats == num_repeats * (head_bytes + tail_bytes) + raw * 2 // 3  # 2 of 3 peers' shards: in the node
 
 
 def with_node_sizes(rank: int, world_size: int, sizes: list[str], policy: CieraPolicy) -> tuple[str, str]:
@@ -115,7 +115,7 @@ def failing_decode(rank: int, world_size: int) -> None:
         def fail(*arguments: Any) -> None:
             raise MemoryError("no memory for the payload")
 
-        LockstepState.decode = fail  # type: ignore[method-assign]
+        Channel.decode = fail  # type: ignore[method-assign]
     model(torch.arange(29)).backward()
 
 

@@ -13,7 +13,7 @@ from fsdp_ciera.profiling.trace import Trace
 from fsdp_ciera.profiling.tracing import RecordedStep, build_trace
 from fsdp_ciera.recipes.config import recipe_from_tables
 from fsdp_ciera.recipes.train import train
-from ranks import run_ranks
+from fsdp_ciera.testing import run_ranks
 from tiny_models import save_tiny_model, write_text
 
 FACTS = {

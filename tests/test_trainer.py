@@ -23,7 +23,7 @@ from fsdp_ciera.recipes.data import load_batches
 from fsdp_ciera.recipes.metrics import JsonlWriter, TensorBoardWriter, open_writers
 from fsdp_ciera.recipes.progress import Progress
 from fsdp_ciera.recipes.train import TrainResult, train
-from ranks import run_ranks
+from fsdp_ciera.testing import run_ranks
 from tiny_models import save_tiny_deepseek, save_tiny_model, write_text
 
 Tables = dict[str, dict[str, Any]]

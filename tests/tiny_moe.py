@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from backends_under_test import use_backend
 from fsdp_ciera import (
     CieraPolicy,
     CieraStats,
@@ -33,6 +34,7 @@ from fsdp_ciera import (
     stats,
 )
 from fsdp_ciera.codecs import CODECS
+from fsdp_ciera.testing import check_equal
 
 VOCAB, HIDDEN, INTERMEDIATE, NUM_LAYERS = 37, 20, 23, 2
 
@@ -178,7 +180,7 @@ class Training:
     def __init__(self, case: Case, policy: CieraPolicy | None) -> None:
         self.policy = policy
         self.model = build(case, policy)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=case.lr)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=case.lr, foreach=True)
         self._generator = torch.Generator().manual_seed(100 + dist.get_rank())
         self._snapshot = {name: value.clone() for name, value in self.model.state_dict().items()}
         self._num_mutations = 0
@@ -360,14 +362,20 @@ def compare_all_with_stock(
     rank: int, world_size: int, case: Case, policies: Mapping[str, CieraPolicy]
 ) -> dict[str, CieraStats]:
     """`compare_with_stock` for each of `policies` by name; stock FSDP2 runs once. The counts of each."""
+    return compare_setups(rank, world_size, case, {name: ("cpu", policy) for name, policy in policies.items()})
+
+
+def compare_setups(
+    rank: int, world_size: int, case: Case, setups: Mapping[str, tuple[str, CieraPolicy]]
+) -> dict[str, CieraStats]:
+    """The same for policies with the name of the backend to run on (backends_under_test.py)."""
     expected, _ = run_named(case, None)
     assert expected
     reports = {}
-    for policy_name, policy in policies.items():
+    for name, (backend, policy) in setups.items():
+        use_backend(backend)
         got, report = run_named(case, policy)
-        assert [name for name, _ in got] == [name for name, _ in expected]
-        for (name, a), (_, b) in zip(expected, got, strict=True):
-            assert torch.equal(bits(a), bits(b)), f"rank {rank}, {policy_name}: {name} differs, {case}, {policy}"
+        check_equal(expected, got, f"rank {rank}, {name}, {case}, {policy}")
         assert report is not None
-        reports[policy_name] = report
+        reports[name] = report
     return reports

@@ -39,6 +39,7 @@ from fsdp_ciera._compat import (
     torch_fully_shard,
 )
 from fsdp_ciera.gather.collective import CieraAllGather
+from fsdp_ciera.session import Session
 
 BF16_BYTES = 2
 ROW_VALUES = 64
@@ -143,7 +144,7 @@ class _Group:
         self._plain = get_comm(self._param_group)
         # No limit for caches: what a codec brings is to be seen, and each codec is alone here.
         self._comms = {
-            codec: CieraAllGather(self._param_group, CieraPolicy(codecs=(codec,), cache_budget=None))
+            codec: CieraAllGather(self._param_group, CieraPolicy(codecs=(codec,), cache_budget=None), Session.of)
             for codec in job.codecs
         }
         self._process_group = mesh.get_group()

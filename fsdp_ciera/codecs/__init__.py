@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from fsdp_ciera.codecs.base import RunCodec, StoredSection
+from fsdp_ciera.codecs.base import Codec, Unit, UnitCoder
 from fsdp_ciera.codecs.entropy import Entropy
 from fsdp_ciera.codecs.exponent_block import ExponentBlock
 from fsdp_ciera.codecs.exponent_delta import ExponentDelta
 from fsdp_ciera.codecs.raw import Raw
 from fsdp_ciera.codecs.value_delta import ValueDelta
 
-CODECS: dict[str, type[RunCodec]] = {
+CODECS: dict[str, type[Codec]] = {
     codec.name: codec for codec in (Raw, Entropy, ExponentBlock, ExponentDelta, ValueDelta)
 }
 
 __all__ = [
     "CODECS",
+    "Codec",
     "Entropy",
     "ExponentBlock",
     "ExponentDelta",
     "Raw",
-    "RunCodec",
-    "StoredSection",
+    "Unit",
+    "UnitCoder",
     "ValueDelta",
 ]

@@ -24,16 +24,22 @@ def split(
     where these are given. `chunk_values` must be a multiple of 8.
     """
     kernels, num_values = kernels_of(values), len(values)
-    own = torch.empty(min(chunk_values, num_values), dtype=torch.uint8) if exponents is None else exponents
+    own = (
+        torch.empty(min(chunk_values, num_values), dtype=torch.uint8, device=values.device)
+        if exponents is None
+        else exponents
+    )
     for chunk in chunks_of(num_values, chunk_values):
         into = own[: chunk.stop - chunk.start] if exponents is None else own[chunk]
         kernels.split_planes(values[chunk], fmt, into, *_parts(plane, fmt, num_values, chunk))
         yield chunk, into
 
 
-def split_remainder(values: torch.Tensor, fmt: FloatFormat, plane: torch.Tensor) -> None:
-    """Values [n] -> their sign+mantissa into `plane`, and nothing else."""
-    kernels_of(values).split_planes(values, fmt, None, *_parts(plane, fmt, len(values), slice(0, len(values))))
+def split_remainder(
+    values: torch.Tensor, fmt: FloatFormat, plane: torch.Tensor, exponents: torch.Tensor | None = None
+) -> None:
+    """Values [n] -> their sign+mantissa into `plane`, and in the same pass their exponents into `exponents`, where given."""
+    kernels_of(values).split_planes(values, fmt, exponents, *_parts(plane, fmt, len(values), slice(0, len(values))))
 
 
 def merge(

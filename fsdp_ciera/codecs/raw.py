@@ -1,17 +1,15 @@
-"""`raw`: the bytes as they are. No cache."""
+"""`raw`: the bytes as they are. No state."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from fsdp_ciera.codecs.base import RunCodec, StoredSection
-from fsdp_ciera.codecs.sections import SectionWriter
+from fsdp_ciera.codecs.base import Codec
 
 
-class Raw(RunCodec):
+class Raw(Codec):
     """Sends every value as it is: for runs that are not opted in, and for dtypes that no other codec knows."""
 
     name: ClassVar[str] = "raw"
@@ -25,14 +23,16 @@ class Raw(RunCodec):
     @property
     def fixed_bytes(self) -> int:
         """The values themselves."""
-        return self.num_values * self.dtype.itemsize
+        return self.coder.raw_bytes
 
-    def compress(self, values: torch.Tensor, fixed: torch.Tensor, sections: SectionWriter) -> None:
+    def encode(self, values: torch.Tensor, sections: Any, is_full: bool) -> None:
+        """Nothing."""
+        return None
+
+    def fill(self, values: torch.Tensor, fixed: Any) -> None:
         """Copies."""
-        fixed.copy_(values.view(torch.uint8))
+        self.coder.fill_raw(values, fixed)
 
-    def decompress(
-        self, first_peer: int, fixed: torch.Tensor, sections: Sequence[Sequence[StoredSection]], out: torch.Tensor
-    ) -> None:
-        """Copies; through bytes, since the payload is aligned to nothing."""
-        out.view(torch.uint8).copy_(fixed)
+    def decode(self, received: Any, output: torch.Tensor) -> None:
+        """Copies."""
+        self.coder.read_raw(received, output)

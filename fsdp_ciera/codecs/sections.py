@@ -86,6 +86,11 @@ class SectionWriter:
         self.entries: list[tuple[Coding, int]] = []
         """Coding and stored bytes of each section so far."""
 
+    def written(self, most_of_room: int) -> Bytes:
+        """All sections side by side: a view of the room, or a copy where they take less than 1 / `most_of_room` of it."""
+        written = self._room[: self.num_bytes]
+        return written if most_of_room * self.num_bytes > len(self._room) else written.copy()
+
     def empty(self, coding: Coding = Coding.PLAIN) -> None:
         """A section that stores nothing."""
         self.entries.append((coding, 0))

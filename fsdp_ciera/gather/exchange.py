@@ -1,148 +1,174 @@
-"""The payloads of one gather, on their way: every rank's payload in, every rank's shard out.
+"""One gather on its way: every rank's payload in, every rank's shard out.
 
-flat            gather payloads over the group  ->  decode into the output
-hierarchical    gather payloads between nodes   ->  decode into a column (this rank's number on every node)
-                gather columns inside the node  ->  copy into the output, in FSDP2's order
+flat            gather payloads over the process group  ->  check heads  ->  decode into the output
+hierarchical    gather payloads between nodes           ->  check heads  ->  decode into a column (this rank's number on every
+node)
+                gather columns inside the node          ->  copy into the output, in FSDP2's order
+
+Where the shards travel as they are, they go straight into their slots, and the heads beside them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from fsdp_ciera._compat import all_gather_flat
 from fsdp_ciera.errors import CieraPeerError
-from fsdp_ciera.gather.lockstep import Encoded
-from fsdp_ciera.gather.sizes import DOUBT
-from fsdp_ciera.gather.stream import Stream
+from fsdp_ciera.gather.channel import Channel, Column, Settled
 from fsdp_ciera.gather.topology import node_groups_of
-from fsdp_ciera.kernels.memory import empty_bytes
+from fsdp_ciera.kernels.heads import FAILED, HEAD_BYTES, Damage
 
-MARK_BYTES = 8
-
-
-class Outcome(IntEnum):
-    """How the payloads fared. Inside a node the ranks tell each other theirs; the worst one counts."""
-
-    DECODED = 0
-    DOUBTED = 1  # a rank did not send what it had promised: nobody decodes
-    FAILED = 2
+_NUMBER_BYTES = 8
+COULD_NOT_DECODE = 1 << 16
+"""A bit beside those of `Damage`, as ranks of a node tell each other."""
 
 
 @dataclass
-class Result:
-    """An outcome, what went wrong when something did, and the bytes that left this rank, by link."""
+class Delivered:
+    """How a gather fared, as far as the host may look."""
 
-    outcome: Outcome
+    flags: int
+    """Bits of `Damage` that any rank of the node has seen, and `COULD_NOT_DECODE`; 0 where the host may not look yet."""
+    checksums: torch.Tensor | None
+    """int64 [world_size]: of every rank's shard, as its sender says; `None` where nothing travelled, since nothing changed."""
     failure: Exception | None
+    """Why this rank could not make its payload, or could not decode."""
     sent_bytes: int
     sent_in_node_bytes: int = 0
 
 
-def exchange_payloads(
-    stream: Stream,
-    encoded: Encoded | None,
-    sizes: Sequence[int],
-    output: torch.Tensor,
-    local: torch.Tensor,
-    mark: int | None = None,
-    own_mark: int = DOUBT,
-) -> Result:
-    """Gathers and decodes all payloads of a gather into `output` [world_size, num_values].
+def deliver(
+    channel: Channel, settled: Settled, output: torch.Tensor, values: torch.Tensor, checksum: torch.Tensor
+) -> Delivered:
+    """Fills `output` [world_size, num_values] as was settled; `values` is this rank's slot of it, and stays as it is.
 
-    `local` is this rank's slot of `output`, and stays as it is. `sizes` are all ranks' payloads in bytes. With a `mark`
-    (sizes that were settled ahead) each payload travels with its rank's own mark behind it, and nothing is decoded unless
-    all of them are `mark`; a rank without `encoded` cannot give it. A failure to decode is returned, since a check that is
-    due must be run all the same.
-
-    Memory: the payloads of all ranks that exchange them, padded to the largest; hierarchical besides that a column
-    [num_nodes, num_values] and one more output. Communication: one all-gather (none when there is nothing to send), and
-    one inside the node.
+    Memory while it runs: the payloads of all ranks that exchange them, padded to the largest (none where the shards travel as
+    they are), and the own one; hierarchical besides that one more output and, where no codec decodes in place, a column
+    [num_nodes, num_values]. Communication: one all-gather (two small ones more where the shards travel as they are; none when
+    there is nothing to send and nothing to check at once), and one inside the node.
     """
-    if stream.cut.is_flat:
-        return _between_nodes(stream, encoded, sizes, output, local, mark, own_mark, stream.group)
-    cut, layout = stream.cut, stream.layout
-    groups = node_groups_of(stream.group, cut)
-    item_bytes = layout.dtype.itemsize
-    column_bytes = cut.num_nodes * layout.num_values * item_bytes
-    column = torch.from_numpy(empty_bytes(column_bytes + MARK_BYTES))  # and how this rank fared
-    shards = column[:column_bytes].view(layout.dtype).view(cut.num_nodes, layout.num_values)
-    own = shards[cut.node_of(stream.rank)]
-    own.copy_(local)
-    sizes = sizes[cut.local_of(stream.rank) :: cut.ranks_per_node]
-    result = _between_nodes(stream, encoded, sizes, shards, own, mark, own_mark, groups.between_nodes)
-    column[column_bytes:] = int(result.outcome)
-    with stream.state.stage("InNode"):
-        columns = torch.from_numpy(empty_bytes(cut.ranks_per_node * column.numel())).view(cut.ranks_per_node, -1)
-        all_gather_flat(columns.view(-1), column, groups.in_node, async_op=False)
-    result.sent_in_node_bytes = (cut.ranks_per_node - 1) * column.numel()
-    outcomes = columns[:, -1].tolist()
-    result.outcome = Outcome(max(outcomes))
-    if result.outcome is Outcome.FAILED and result.failure is None:
-        result.failure = _failure_of_a_neighbour(stream, outcomes)
-    if result.outcome is Outcome.DECODED:
-        with stream.state.stage("InNode"):
-            by_column = columns[:, :column_bytes].view(cut.ranks_per_node, cut.num_nodes, -1)
-            rows = output.view(torch.uint8).view(cut.num_nodes, cut.ranks_per_node, -1)
-            rows.copy_(by_column.transpose(0, 1))
-    return result
+    cut = channel.cut
+    if cut.is_flat:
+        between = _between_nodes(channel, settled, output, values, checksum, channel.process_group)
+        return Delivered(between.flags, between.checksums, between.failure, between.sent_bytes)
+    groups = node_groups_of(channel.process_group, cut)
+    column = channel.take_column()
+    own = column.shards[channel.row]
+    own.view(torch.uint8).copy_(values.view(torch.uint8))
+    between = _between_nodes(channel, settled, column.shards, own, checksum, groups.between_nodes)
+    return _inside_node(channel, between, column, output, groups.in_node)
+
+
+@dataclass
+class _Between:
+    """What the ranks that exchange payloads brought each other."""
+
+    flags: int
+    checksums: torch.Tensor | None
+    failure: Exception | None
+    sent_bytes: int
 
 
 def _between_nodes(
-    stream: Stream,
-    encoded: Encoded | None,
-    sizes: Sequence[int],
-    output: torch.Tensor,
-    local: torch.Tensor,
-    mark: int | None,
-    own_mark: int,
-    group: dist.ProcessGroup,
-) -> Result:
-    """Among the ranks that exchange payloads: sizes [num_nodes] and output [num_nodes, num_values] are theirs."""
-    state = stream.state
-    padded_bytes = max(sizes)
-    num_peers = len(sizes) - 1
-    if stream.layout.is_raw:
-        assert mark is None, "a raw gather has no sizes to settle"
-        with state.stage("AllGather"):
-            all_gather_flat(output.view(-1).view(torch.uint8), local.view(torch.uint8), group, async_op=False)
-        return Result(Outcome.DECODED, None, num_peers * padded_bytes)
-    row_bytes = padded_bytes + (0 if mark is None else MARK_BYTES)
-    payloads = torch.from_numpy(empty_bytes(len(sizes) * row_bytes)).view(len(sizes), row_bytes)
-    if row_bytes:  # the same on all ranks: where nothing changed anywhere, nothing moves
-        payload = _marked(encoded, row_bytes, mark, own_mark)
-        with state.stage("AllGather"):
-            all_gather_flat(payloads.view(-1), payload, group, async_op=False)
+    channel: Channel,
+    settled: Settled,
+    rows: torch.Tensor,
+    values: torch.Tensor,
+    checksum: torch.Tensor,
+    process_group: dist.ProcessGroup,
+) -> _Between:
+    """Among the ranks that exchange payloads: `rows` [ranks, num_values] are theirs."""
+    backend, num_bytes = channel.backend, settled.payload_bytes
+    num_rows = len(rows)
+    sent_bytes = (num_rows - 1) * num_bytes
+    if num_bytes == HEAD_BYTES and not backend.checks_at_once:
+        agreed = torch.zeros_like(checksum) if channel.announced is None else channel.announced.checksum
+        backend.flag_difference(checksum, agreed, channel.damage, Damage.BROKEN_PROMISE)
+        with channel.stage("Decmp"):
+            channel.decode_nothing(rows)
+        return _Between(0, None, None, 0)
+    failure: Exception | None = None
+    is_raw = num_bytes >= channel.raw_payload_bytes
+    if is_raw:
+        heads = backend.empty(num_rows * HEAD_BYTES).view(num_rows, HEAD_BYTES)
+        head = channel.head(checksum, settled)
+        with channel.stage("AllGather"):
+            all_gather_flat(rows.view(-1).view(torch.uint8), values.view(torch.uint8), process_group, async_op=False)
+            all_gather_flat(heads.view(-1), head, process_group, async_op=False)
+        payloads = heads
+    else:
+        try:
+            payload = channel.take_payload(values, checksum, settled)
+        except Exception as error:  # the peers would wait for ever
+            failure, payload = error, channel.empty_payload(num_bytes, FAILED)
+        payloads = receive_payloads(channel, payload, num_rows, process_group)
         del payload
-    sent_bytes = num_peers * row_bytes
-    if mark is not None:
-        marks = payloads[:, padded_bytes:].contiguous().numpy().view("<u8")
-        if (marks != mark).any():
-            return Result(Outcome.DOUBTED, None, sent_bytes)
-    try:
-        state.decode(payloads, sizes, output)
-    except Exception as failure:
-        return Result(Outcome.FAILED, failure, sent_bytes)
-    return Result(Outcome.DECODED, None, sent_bytes)
+        heads = payloads[:, :HEAD_BYTES]
+    name = channel.name_of(settled)
+    row_ok = backend.check_heads(heads, channel.row, name, channel.damage)
+    checksums = heads[:, _NUMBER_BYTES : 2 * _NUMBER_BYTES].contiguous().view(torch.int64).view(-1)
+    flags = backend.damage_now(channel.damage)
+    if not flags:
+        try:
+            with channel.stage("Decmp"):
+                if is_raw:
+                    channel.seed(values, rows)
+                else:
+                    channel.decode(payloads, row_ok, rows)
+        except Exception as error:
+            failure, flags = error, COULD_NOT_DECODE
+    return _Between(flags, checksums, failure, sent_bytes)
 
 
-def _marked(encoded: Encoded | None, row_bytes: int, mark: int | None, own_mark: int) -> torch.Tensor:
-    if mark is None:
-        assert encoded is not None
-        return encoded.payload(row_bytes)
-    if encoded is None or own_mark != mark:  # nobody will decode it, and it may be longer than was promised
-        return torch.zeros(row_bytes, dtype=torch.uint8)
-    payload = encoded.payload(row_bytes)
-    payload[-MARK_BYTES:] = torch.from_numpy(np.array([own_mark], "<u8").view(np.uint8))
-    return payload
+def receive_payloads(
+    channel: Channel, payload: torch.Tensor, num_rows: int, process_group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The own payload, uint8 [payload_bytes] -> those of all ranks, [num_rows, payload_bytes]. Collective."""
+    payloads = channel.backend.empty(num_rows * len(payload)).view(num_rows, -1)
+    with channel.stage("AllGather"):
+        all_gather_flat(payloads.view(-1), payload, process_group, async_op=False)
+    return payloads
 
 
-def _failure_of_a_neighbour(stream: Stream, outcomes: Sequence[int]) -> CieraPeerError:
-    first = stream.cut.node_of(stream.rank) * stream.cut.ranks_per_node
-    failed = [first + number for number, outcome in enumerate(outcomes) if outcome == Outcome.FAILED]
-    return CieraPeerError(f"{stream.where}: ranks {failed} of the group could not decode; their own tracebacks say why")
+def _inside_node(
+    channel: Channel, between: _Between, column: Column, output: torch.Tensor, in_node: dist.ProcessGroup
+) -> Delivered:
+    """Spreads the columns of a node's ranks, and what each has seen."""
+    cut, backend = channel.cut, channel.backend
+    tail = torch.zeros(1 + cut.num_nodes, dtype=torch.int64, device=backend.device)
+    tail[0] = between.flags
+    if not backend.checks_at_once:
+        tail[:1] += channel.damage
+    if between.checksums is not None:
+        tail[1:] = between.checksums
+    column.tail.copy_(tail.view(torch.uint8))
+    with channel.stage("InNode"):
+        columns = backend.empty(cut.ranks_per_node * column.buffer.numel()).view(cut.ranks_per_node, -1)
+        all_gather_flat(columns.view(-1), column.buffer, in_node, async_op=False)
+    shard_bytes = column.buffer.numel() - column.tail.numel()
+    told = columns[:, shard_bytes:].contiguous().view(torch.int64)
+    flags = 0
+    if backend.checks_at_once:
+        for seen in told[:, 0].tolist():
+            flags |= seen
+    else:
+        for seen_on_device in told[:, 0]:  # as many as ranks of a node
+            channel.damage |= seen_on_device.to(torch.int32)
+    if not flags:
+        with channel.stage("InNode"):
+            by_column = columns[:, :shard_bytes].view(cut.ranks_per_node, cut.num_nodes, -1)
+            rows = output.view(torch.uint8).view(cut.num_nodes, cut.ranks_per_node, -1)
+            rows.copy_(by_column.transpose(0, 1))
+    failure = between.failure
+    if flags & COULD_NOT_DECODE and failure is None:
+        first = cut.node_of(channel.rank) * cut.ranks_per_node
+        failed = [first + number for number, seen in enumerate(told[:, 0].tolist()) if seen & COULD_NOT_DECODE]
+        failure = CieraPeerError(
+            f"{channel.where}: ranks {failed} of the group could not decode; their own tracebacks say why"
+        )
+    checksums = None if between.checksums is None else told[:, 1:].t().reshape(-1)
+    sent_in_node_bytes = (cut.ranks_per_node - 1) * column.buffer.numel()
+    return Delivered(flags, checksums, failure, between.sent_bytes, sent_in_node_bytes)

@@ -13,9 +13,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
-from fsdp_ciera._compat import new_local_group
+from fsdp_ciera._compat import all_gather_bytes, new_local_group
 from fsdp_ciera.errors import CieraPolicyError
 from fsdp_ciera.policy import CieraPolicy
 
@@ -57,8 +58,12 @@ class NodeGroups:
         self.parent = group
         ranks = dist.get_process_group_ranks(group)
         local, node = cut.local_of(group.rank()), cut.node_of(group.rank())
-        self.between_nodes = new_local_group(ranks[local :: cut.ranks_per_node], group)
-        self.in_node = new_local_group(ranks[node * cut.ranks_per_node : (node + 1) * cut.ranks_per_node], group)
+        # See [Note: Names of process groups]: a number that the first rank has drawn, since a store remembers old names
+        drawn = torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8)
+        name = f"fsdp_ciera/{bytes(all_gather_bytes(drawn, group)[0].tolist()).hex()}"
+        self.between_nodes = new_local_group(ranks[local :: cut.ranks_per_node], group, f"{name}/between/{local}")
+        in_node = ranks[node * cut.ranks_per_node : (node + 1) * cut.ranks_per_node]
+        self.in_node = new_local_group(in_node, group, f"{name}/in/{node}")
 
 
 NODE_GROUPS: dict[tuple[str, Cut], NodeGroups] = {}

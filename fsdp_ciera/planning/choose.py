@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fsdp_ciera.backends.host_coder import NUM_SECTIONS
 from fsdp_ciera.codecs import CODECS
-from fsdp_ciera.gather.payload import HEADER_BYTES, TABLE_ENTRY_BYTES
+from fsdp_ciera.gather.agreement import ROW_BYTES
 from fsdp_ciera.gather.topology import Cut
 from fsdp_ciera.kernels.formats import FORMATS
+from fsdp_ciera.kernels.heads import HEAD_BYTES, TABLE_ENTRY_BYTES
 from fsdp_ciera.planning.plan import Conditions, Plan, PlanRow
 from fsdp_ciera.planning.shapes import GroupShape
 from fsdp_ciera.policies.categories import CATEGORIES, Category, categorize
@@ -54,8 +56,8 @@ def make_plan(shapes: Sequence[GroupShape], policy: CieraPolicy, conditions: Con
     """The plan of these groups under `policy`. Equal arguments give equal plans.
 
     A policy with several codecs gives each shard the one with most gain, as far as gains are positive and the budget goes;
-    one with a single codec uses it wherever it is opted in and fits. A group whose gains do not outweigh its header exchange
-    goes raw altogether. Cost: some ten microseconds a (shard, codec).
+    one with a single codec uses it wherever it is opted in and fits. A group whose gains do not outweigh its part of the
+    agreements goes raw altogether. Cost: some ten microseconds a (shard, codec).
     """
     lr = policy.learning_rate or ASSUMED_LEARNING_RATE
     table = conditions.table or load_table(policy.tables or DEFAULT_TABLE)
@@ -107,7 +109,7 @@ def _offers(
         options = []
         for number, codec in enumerate(policy.codecs):
             allowed = codec in policy.codecs_for(category) and CODECS[codec].supports(shape.dtype)
-            if not allowed or codec == "raw" or not size:
+            if not allowed or codec == "raw" or codec in conditions.missing_codecs or not size:
                 continue
             payload = expected_payload(codec, shape.dtype, rates[category], policy.block_size)
             if measured is not None and not np.isnan(measured[:, place, number]).any():
@@ -179,7 +181,7 @@ def _choose(
         chosen = _select_by_group(offers, policy, conditions)
         again = False
         for index, group in enumerate(chosen):
-            if any(group) and _gain(group) <= _header_seconds(index, shapes[index], policy, conditions):
+            if any(group) and _gain(group) <= _agreement_seconds(index, shapes, policy, conditions):
                 offers[index] = [[] for _ in group]
                 again = True
             elif (kept := _kept_options(index, offers, group, shapes[index], policy, conditions)) is not None:
@@ -248,14 +250,21 @@ def _select(shards: Sequence[Sequence[_Option]], policy: CieraPolicy, budget_byt
     return [None if choice is None else options[choice] for options, choice in zip(shards, choices, strict=True)]
 
 
-def _header_seconds(index: int, shape: GroupShape, policy: CieraPolicy, conditions: Conditions) -> float:
-    """What the header exchange of a group costs in a step, which a raw group does without."""
+def _agreement_seconds(index: int, shapes: Sequence[GroupShape], policy: CieraPolicy, conditions: Conditions) -> float:
+    """What the heads of a group's payloads cost in a step, and its share of the agreements: a raw group does without."""
     if conditions.links is None or not policy.may_go_plain:
         return 0.0
-    return sum(
-        span.num_gathers * policy.micro_batches * link.seconds(HEADER_BYTES, span.cut.world_size)
-        for span, link in zip(shape.spans, conditions.links[index], strict=True)
-    )
+    seconds = 0.0
+    for span, link in zip(shapes[index].spans, conditions.links[index], strict=True):
+        told = _agreement_bytes(span.cut.world_size) / link.bytes_per_second + link.latency_seconds / len(shapes)
+        heads = span.num_gathers * (span.cut.num_nodes - 1) * HEAD_BYTES / link.bytes_per_second
+        seconds += policy.micro_batches * (told + heads)
+    return seconds
+
+
+def _agreement_bytes(world_size: int) -> float:
+    """Of one group, in a ring."""
+    return 2 * (world_size - 1) / world_size * ROW_BYTES
 
 
 def _rows(
@@ -306,7 +315,7 @@ def _sent_bytes(
 def _overhead_bytes(
     index: int, shape: GroupShape, group: Sequence[_Option | None], policy: CieraPolicy, conditions: Conditions
 ) -> float:
-    """Headers and section tables of a group, and what its rows promise too much."""
+    """Agreements, heads and section tables of a group, and what its rows promise too much."""
     if policy.may_go_plain and not any(group):
         return 0.0
     codecs = ["raw" if option is None else option.codec for option in group]
@@ -317,8 +326,9 @@ def _overhead_bytes(
     total = 0.0
     for span, layout in shape.layouts(codecs):
         num_gathers = span.num_gathers * policy.micro_batches
-        total += num_gathers * (span.cut.world_size - 1) * HEADER_BYTES
-        tables = sum(CODECS[run.codec].num_sections for run in layout.runs) * TABLE_ENTRY_BYTES
+        total += policy.micro_batches * _agreement_bytes(span.cut.world_size)
+        total += num_gathers * (span.cut.num_nodes - 1) * HEAD_BYTES
+        tables = sum(NUM_SECTIONS[run.codec] for run in layout.runs) * TABLE_ENTRY_BYTES
         total += (span.cut.num_nodes - 1) * tables * (num_gathers if sends_in_repeats else min(1, num_gathers))
     measured = conditions.measured[index] if conditions.measured is not None else None
     if measured is None or np.isnan(measured).any():

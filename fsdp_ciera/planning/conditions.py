@@ -5,12 +5,11 @@ memory (the least that is free counts). One exchange of numbers, of which the la
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
-from fsdp_ciera._compat import gather_groups
+from fsdp_ciera._compat import FSDPParamGroup, gather_groups
+from fsdp_ciera.backends.base import Backend
 from fsdp_ciera.gather.topology import cut_of, node_groups_of
 from fsdp_ciera.kernels.formats import FORMATS
 from fsdp_ciera.planning.measure import agree_on_largest, free_memory_bytes, measure_costs, measure_link
@@ -26,35 +25,30 @@ caches are cold, its rank shares cores and memory with others, and every gather 
 without a limit 0.17 s of codecs came with 0.16 s of waiting, and plans that believed the former were slower than stock FSDP2.
 Test: test_planner.py, a codec must pay twice over."""
 
-if TYPE_CHECKING:
-    from fsdp_ciera.gather.collective import CieraAllGather
-
 
 def agree_on_conditions(
-    comms: Sequence[CieraAllGather],
+    groups: Sequence[FSDPParamGroup],
     shapes: Sequence[GroupShape],
     policy: CieraPolicy,
-    group: dist.ProcessGroup | None,
+    process_group: dist.ProcessGroup,
+    backend: Backend,
     spent_bytes: int,
 ) -> tuple[Conditions, int | None]:
     """The conditions of a plan for these groups, and the policy's budget, of which `spent_bytes` are gone already.
 
-    Collective over `group`, which holds all their ranks, and over the groups' own process groups where links are measured;
-    all ranks get the same. `None` as a group: nothing is gathered, and nothing is measured.
+    Collective over `process_group`, which holds all their ranks, and over the groups' own process groups where links are
+    measured; all ranks get the same.
     """
-    if group is None:
-        budget_bytes = policy.cache_budget_bytes(0)
-        return Conditions(budget_bytes=budget_bytes), budget_bytes
-    links = _links(comms, policy) if len(policy.codecs) > 1 else None
-    costs = _codec_costs(policy, shapes)
-    free_bytes = free_memory_bytes(torch.device("cpu")) if policy.is_share_of_memory else 0
+    links = _links(groups, policy, backend) if len(policy.codecs) > 1 else None
+    costs = _codec_costs(policy, shapes, backend)
+    free_bytes = free_memory_bytes(backend.device) if policy.is_share_of_memory else 0
     told = [
         number for spans in links or () for link in spans for number in (link.latency_seconds, -link.bytes_per_second)
     ]
     for cost in costs.values():
         for stage in (cost.hash, cost.cmp, cost.decmp):
             told += [stage.fixed, stage.per_value, stage.per_changed]
-    agreed = iter(agree_on_largest([*told, -float(free_bytes), float(spent_bytes)], group))
+    agreed = iter(agree_on_largest([*told, -float(free_bytes), float(spent_bytes)], process_group))
     if links is not None:
         links = [[Link(next(agreed), -next(agreed)) for _ in spans] for spans in links]
     costs = {codec: CodecCost(hash=_stage(agreed), cmp=_stage(agreed), decmp=_stage(agreed)) for codec in costs}
@@ -72,28 +66,28 @@ def _stage(agreed: Iterator[float]) -> StageCost:
     return StageCost(fixed=next(agreed), per_value=next(agreed), per_changed=next(agreed))
 
 
-def _links(comms: Sequence[CieraAllGather], policy: CieraPolicy) -> list[list[Link]]:
+def _links(groups: Sequence[FSDPParamGroup], policy: CieraPolicy, backend: Backend) -> list[list[Link]]:
     """By group and span; each process group is measured once, in the order in which groups come: alike on all ranks."""
-    found: dict[str, Link] = {}
-    made = []
-    for comm in comms:
+    measured: dict[str, Link] = {}
+    by_group = []
+    for group in groups:
         links = []
-        for process_group, _ in gather_groups(comm.param_group):
+        for process_group, _ in gather_groups(group):
             if process_group.size() == 1:
                 continue
             if isinstance(policy.link, Link):
                 links.append(policy.link)
                 continue
-            if process_group.group_name not in found:
+            if process_group.group_name not in measured:
                 cut = cut_of(dist.get_process_group_ranks(process_group), policy)
                 exchanging = process_group if cut.is_flat else node_groups_of(process_group, cut).between_nodes
-                found[process_group.group_name] = measure_link(exchanging)
-            links.append(found[process_group.group_name])
-        made.append(links)
-    return made
+                measured[process_group.group_name] = measure_link(exchanging, backend)
+            links.append(measured[process_group.group_name])
+        by_group.append(links)
+    return by_group
 
 
-def _codec_costs(policy: CieraPolicy, shapes: Sequence[GroupShape]) -> dict[str, CodecCost]:
+def _codec_costs(policy: CieraPolicy, shapes: Sequence[GroupShape], backend: Backend) -> dict[str, CodecCost]:
     """In the order of `policy.codecs`: given, or measured for the dtype that most bytes are gathered in."""
     if len(policy.codecs) == 1:
         return {}
@@ -101,7 +95,8 @@ def _codec_costs(policy: CieraPolicy, shapes: Sequence[GroupShape]) -> dict[str,
     if policy.codec_costs is not None:
         return {codec: policy.codec_costs[codec] for codec in codecs}
     gathered = {dtype: sum(shape.shard_bytes for shape in shapes if shape.dtype == dtype) for dtype in FORMATS}
-    costs = measure_costs(codecs, max(gathered, key=lambda dtype: gathered[dtype]), policy.block_size)
+    dtype = max(gathered, key=lambda dtype: gathered[dtype])
+    costs = measure_costs(codecs, dtype, policy.block_size, backend)
     if policy.selection == "greedy":  # as published
         return costs
     return {codec: cost.scaled(COST_IN_A_STEP) for codec, cost in costs.items()}

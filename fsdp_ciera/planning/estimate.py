@@ -22,11 +22,12 @@ from fsdp_ciera._compat import (
     shard_world_size,
     sharded_parameters,
 )
+from fsdp_ciera.backends.host_coder import NUM_SECTIONS
 from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.errors import CieraPolicyError
 from fsdp_ciera.gather.layout import Layout
-from fsdp_ciera.gather.payload import TABLE_ENTRY_BYTES
 from fsdp_ciera.gather.topology import check_node_size
+from fsdp_ciera.kernels.heads import TABLE_ENTRY_BYTES
 from fsdp_ciera.planning.choose import make_plan
 from fsdp_ciera.planning.future import future_shapes, gathered_dtype, shape_from_parameters
 from fsdp_ciera.planning.plan import Conditions, Plan
@@ -187,8 +188,7 @@ def _buffer_bytes(span: Span, layout: Layout, block_size: int) -> int:
     own = everyones = 0
     if not layout.is_raw:
         own = shard_bytes + sum(
-            CODECS[run.codec].num_sections * TABLE_ENTRY_BYTES + -(-run.num_values // (8 * block_size))
-            for run in layout.runs
+            NUM_SECTIONS[run.codec] * TABLE_ENTRY_BYTES + -(-run.num_values // (8 * block_size)) for run in layout.runs
         )
         everyones = span.cut.num_nodes * own
     if span.cut.is_flat:

@@ -13,126 +13,134 @@ import torch
 import torch.distributed as dist
 
 from fsdp_ciera._compat import all_gather_bytes, all_gather_flat
-from fsdp_ciera.codecs import CODECS
+from fsdp_ciera.backends.base import Backend
 from fsdp_ciera.gather.layout import Layout, Run
-from fsdp_ciera.gather.lockstep import LockstepState
-from fsdp_ciera.kernels.dispatch import kernels_of
+from fsdp_ciera.gather.loopback import Loopback
 from fsdp_ciera.kernels.formats import FORMATS
-from fsdp_ciera.kernels.memory import empty_bytes
 from fsdp_ciera.policies.costs import CodecCost, StageCost, change_of
 from fsdp_ciera.policies.links import Link, fit_link
 from fsdp_ciera.policies.rates import Rates
 
 _SWEEP_BYTES = (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
+_MOST_GATHERED_BYTES = 1 << 26
+"""Of all ranks together: a sweep to 4 MiB a rank would take 4 GiB at 1,024 ranks."""
 _MOST_SECONDS = 0.2
 """A payload that takes so long ends the sweep: the next one would take four to sixteen times as long."""
 _REPEATS = 3
-_COST_VALUES = 1 << 20
+COST_VALUES = 1 << 20
 _FEW_VALUES = 1 << 10
 _CHANGED_SHARE = 0.05
 """Of the values, in the gather that the cost of changes is measured with."""
 
-MEASURED_COSTS: dict[tuple[str, torch.dtype, int], CodecCost] = {}
-"""The registry of codec costs: measured once in a process, by codec, dtype and block size."""
+MEASURED_COSTS: dict[tuple[str, str, torch.dtype, int], CodecCost] = {}
+"""The registry of codec costs: measured once in a process, by backend, codec, dtype and block size."""
 
 
-def measure_link(group: dist.ProcessGroup) -> Link:
-    """Comm(.) of `group`: all-gathers of 256 B to 4 MiB a rank, fitted to latency and bandwidth. Collective.
+def measure_link(process_group: dist.ProcessGroup, backend: Backend) -> Link:
+    """Comm(.) of a process group: all-gathers of 256 B to 4 MiB a rank, fitted to latency and bandwidth. Collective.
 
     Of each size the median of three counts, on the rank where it is longest. Cost: below two seconds, also on slow links,
-    since a size that takes 0.2 s is the last one.
+    since a size that takes 0.2 s is the last one. Memory: at most 64 MiB.
     """
-    samples = []
+    samples: list[tuple[int, float]] = []
     for num_bytes in _SWEEP_BYTES:
-        seconds = agree_on_largest([_gather_seconds(group, num_bytes)], group)[0]
+        if samples[1:] and num_bytes * process_group.size() > _MOST_GATHERED_BYTES:
+            break
+        seconds = agree_on_largest([_gather_seconds(process_group, num_bytes, backend)], process_group)[0]
         samples.append((num_bytes, seconds))
         if seconds > _MOST_SECONDS:
             break
-    return fit_link(samples, group.size())
+    return fit_link(samples, process_group.size())
 
 
-def agree_on_largest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
-    """The largest of each of these numbers over all ranks of `group`, which must give equally many. Collective."""
+def agree_on_largest(values: Sequence[float], process_group: dist.ProcessGroup) -> list[float]:
+    """The largest of each of these numbers over all ranks, which must give equally many. Collective."""
     mine = torch.from_numpy(np.array(values, "<f8").view(np.uint8))
-    gathered = all_gather_bytes(mine, group).numpy().view("<f8")
+    gathered = all_gather_bytes(mine, process_group).numpy().view("<f8")
     return [float(value) for value in gathered.max(axis=0)]
 
 
-def _gather_seconds(group: dist.ProcessGroup, num_bytes: int) -> float:
-    local = torch.from_numpy(empty_bytes(num_bytes)).zero_()
-    output = torch.from_numpy(empty_bytes(num_bytes * group.size()))
+def _gather_seconds(process_group: dist.ProcessGroup, num_bytes: int, backend: Backend) -> float:
+    local = backend.empty(num_bytes).zero_()
+    output = backend.empty(num_bytes * process_group.size())
     taken = []
     for _ in range(1 + _REPEATS):
         start = time.perf_counter()
-        all_gather_flat(output, local, group, async_op=False)
+        all_gather_flat(output, local, process_group, async_op=False)
+        backend.read(output[:1])  # the device has done it
         taken.append(time.perf_counter() - start)
     return statistics.median(taken[1:])  # the first one waits for the slowest rank to arrive
 
 
-def measure_costs(codecs: Sequence[str], dtype: torch.dtype, block_size: int) -> dict[str, CodecCost]:
+def measure_costs(codecs: Sequence[str], dtype: torch.dtype, block_size: int, backend: Backend) -> dict[str, CodecCost]:
     """The stages of each codec on this machine, for values of `dtype`. Cost: about 50 ms a codec, once in a process."""
-    missing = [codec for codec in codecs if (codec, dtype, block_size) not in MEASURED_COSTS]
+    keys = {codec: (backend.name, codec, dtype, block_size) for codec in codecs}
+    missing = [codec for codec in codecs if keys[codec] not in MEASURED_COSTS]
     if missing:
-        few, many = _sample(dtype, _FEW_VALUES), _sample(dtype, _COST_VALUES)
+        few, many = _sample(dtype, _FEW_VALUES), _sample(dtype, COST_VALUES)
         rates = _rates_of_sample(*many, block_size)
         for codec in missing:
-            is_free = codec == "raw" or not CODECS[codec].supports(dtype)
-            cost = CodecCost() if is_free else _measure_codec(codec, few, many, rates, block_size)
-            MEASURED_COSTS[codec, dtype, block_size] = cost
-    return {codec: MEASURED_COSTS[codec, dtype, block_size] for codec in codecs}
+            is_free = codec == "raw" or not backend.supports(codec, dtype)
+            cost = CodecCost() if is_free else _measure_codec(codec, few, many, rates, block_size, backend)
+            MEASURED_COSTS[keys[codec]] = cost
+    return {codec: MEASURED_COSTS[keys[codec]] for codec in codecs}
 
 
 def _measure_codec(
     codec: str,
-    few_values: tuple[torch.Tensor, torch.Tensor],
-    many_values: tuple[torch.Tensor, torch.Tensor],
+    few_values: tuple[torch.Tensor, ...],
+    many_values: tuple[torch.Tensor, ...],
     rates: Rates,
     block_size: int,
+    backend: Backend,
 ) -> CodecCost:
     """`rates` are those between the two states of `many_values`."""
     change = change_of(codec, rates, block_size)
-    few, _ = _stage_seconds(codec, *few_values, block_size)
-    unchanged, changed = _stage_seconds(codec, *many_values, block_size)
+    few, _ = _stage_seconds(codec, few_values, block_size, backend)
+    unchanged, changed = _stage_seconds(codec, many_values, block_size, backend)
+    num_values = len(many_values[0])
 
     def cost(stage: str) -> StageCost:
-        per_value = max(0.0, unchanged[stage] - few[stage]) / _COST_VALUES
-        more = max(0.0, changed[stage] - unchanged[stage]) / _COST_VALUES
+        per_value = max(0.0, unchanged[stage] - few[stage]) / num_values
+        more = max(0.0, changed[stage] - unchanged[stage]) / num_values
         return StageCost(fixed=few[stage], per_value=per_value, per_changed=more / change if change else 0.0)
 
     return CodecCost(hash=cost("Hash"), cmp=cost("Cmp"), decmp=cost("Decmp"))
 
 
 def _stage_seconds(
-    codec: str, first: torch.Tensor, second: torch.Tensor, block_size: int
+    codec: str, states: tuple[torch.Tensor, ...], block_size: int, backend: Backend
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of the stages when nothing changed, and when some values did (`first` [n] <-> `second` [n]): the medians of a
-    few gathers of two ranks.
-
-    Stages that happen between two of the paper's count with the one before; the checksum of a shard with Hash.
-    """
+    """Seconds of the stages when nothing changed, and when some values did (from one state [n] to the other and back): the
+    medians of a few gathers of two ranks, of which one sends."""
+    first, second = (values.to(backend.device) for values in states)
     num_values, dtype = len(first), first.dtype
     layout = Layout((Run("other", codec, 0, num_values, ("sample",)),), num_values, dtype)
-    sender, receiver = (LockstepState(layout, block_size, 2, rank) for rank in (0, 1))
-    output = torch.from_numpy(empty_bytes(2 * num_values * dtype.itemsize)).view(dtype).view(2, num_values)
+    pair = Loopback(layout, backend, block_size)
+    output = backend.empty(2 * num_values * dtype.itemsize).view(dtype).view(2, num_values)
     taken: dict[bool, list[dict[str, float]]] = {False: [], True: []}
     last = None
     for values in (first, second, second, first, first, second, second, first, first):
-        before = dict(sender.stage_seconds)
-        start = time.perf_counter()
-        kernels_of(values).checksum(values.view(1, -1))
-        encoded = sender.encode(values)
-        payload = encoded.payload(encoded.num_bytes)
-        between = time.perf_counter()
-        receiver.prepare()
-        receiver.decode(payload.expand(2, -1), [encoded.num_bytes] * 2, output)
-        end = time.perf_counter()
-        cmp_seconds = sender.stage_seconds["Cmp"] - before["Cmp"]
+        before = dict(pair.stage_seconds)
+        num_bytes = pair.announce(0, values)
+        settled = pair.settle(num_bytes)
+        for channel in pair.channels:
+            channel.codecs[0].prepare()
+        if num_bytes < pair.channels[0].raw_payload_bytes:
+            payload = pair.take_payload(0, values)
+            pair.decode(1, payload.expand(2, -1), output)
+        else:
+            for channel in pair.channels:
+                channel.seed(values, values.expand(2, -1))
+        backend.read(output.view(torch.uint8)[0, :1])  # the device has done it
+        for channel, its in zip(pair.channels, settled, strict=True):
+            channel.complete(its, None, output)
+        spent = {stage: pair.stage_seconds[stage] - before[stage] for stage in before}
         if last is not None:
-            found = {"Hash": between - start - cmp_seconds, "Cmp": cmp_seconds, "Decmp": end - between}
-            taken[values is not last].append(found)
+            taken[values is not last].append({stage: spent[stage] for stage in ("Hash", "Cmp", "Decmp")})
         last = values
     medians = [
-        {stage: statistics.median(one[stage] for one in taken[changed]) for stage in ("Hash", "Cmp", "Decmp")}
+        {stage: statistics.median(spent[stage] for spent in taken[changed]) for stage in ("Hash", "Cmp", "Decmp")}
         for changed in (False, True)
     ]
     return medians[0], medians[1]
@@ -140,10 +148,11 @@ def _stage_seconds(
 
 def _sample(dtype: torch.dtype, num_values: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Two states of a shard [num_values], as an optimizer step might leave them."""
-    generator = torch.Generator().manual_seed(0)
-    first = torch.randn(num_values, generator=generator).mul_(0.02).to(dtype)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    first = torch.randn(num_values, generator=generator, dtype=torch.float32, device="cpu").mul_(0.02).to(dtype)
     words = FORMATS[dtype].words(first.clone())
-    words[torch.rand(num_values, generator=generator).numpy() < _CHANGED_SHARE] += 1
+    dice = torch.rand(num_values, generator=generator, dtype=torch.float32, device="cpu")
+    words[dice.numpy() < _CHANGED_SHARE] += 1
     return first, torch.from_numpy(words.view(np.uint8)).view(dtype)
 
 

@@ -33,6 +33,8 @@ class Conditions:
     budget_bytes: int | None = None
     table: Table | None = None
     """`None`: the policy's own."""
+    missing_codecs: frozenset[str] = frozenset()
+    """Those that the device cannot run."""
     overlap: bool = False
     """Whether encoding runs beside other work, and so costs no time (the paper's CCP). On CPU every gather blocks."""
     measured: Sequence[npt.NDArray[np.float64] | None] | None = None
@@ -119,6 +121,16 @@ class Plan:
             for name in ("raw_bytes", "wire_bytes", "in_node_bytes", "cache_bytes", "gain_seconds")
         }
         return {**asdict(self), **totals}
+
+    def describe(self, title: str = "the plan") -> str:
+        """One line for each category and codec, as text."""
+        from io import StringIO
+
+        from rich.console import Console
+
+        text = StringIO()
+        Console(file=text, width=120).print(self.summary(f"fsdp_ciera: {title}"))
+        return text.getvalue()
 
     def summary(self, title: str = "fsdp_ciera: the plan") -> RichTable:
         """One line for each category and codec, as a rich table: bytes and milliseconds of a step."""

@@ -10,12 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fsdp_ciera.backends.base import Backend, plan_payload
+from fsdp_ciera.backends.cpu import CpuBackend
 from fsdp_ciera.codecs import CODECS
-from fsdp_ciera.codecs.sections import SectionWriter
+from fsdp_ciera.codecs.base import Unit
 from fsdp_ciera.kernels.formats import FORMATS
-from fsdp_ciera.kernels.memory import empty_bytes
+from fsdp_ciera.kernels.heads import HEAD_BYTES, TABLE_ENTRY_BYTES
 from fsdp_ciera.planning.shapes import GroupShape
 from fsdp_ciera.policies.categories import categorize
+
+_NO_LIMIT = 1 << 62
 
 
 class Probe:
@@ -25,27 +29,30 @@ class Probe:
     shard twice.
     """
 
-    def __init__(self, shape: GroupShape, codecs: Sequence[str], block_size: int) -> None:
+    def __init__(self, shape: GroupShape, codecs: Sequence[str], block_size: int, backend: Backend) -> None:
         self._shape = shape
         self._codecs = tuple(codecs)
         self._block_size = block_size
+        self._backend = backend
         self._kept: tuple[int, torch.Tensor] | None = None
         self._found = np.full((len(shape.sizes), len(codecs)), np.nan)
         self._is_fresh = False
 
-    def look_at(self, local: torch.Tensor, step: int) -> None:
+    def wants(self, step: int) -> bool:
+        """Whether it has a use for the shard after `step` changes of the weights."""
+        return not self._is_fresh and (self._kept is None or self._kept[0] != step)
+
+    def look_at(self, values: torch.Tensor, step: int) -> None:
         """The shard [num_values] after `step` changes: the first is kept, the next one compared with it, others ignored."""
-        if self._is_fresh or local.dtype != self._shape.dtype or len(local) != sum(self._shape.sizes):
-            return
-        if self._kept is not None and self._kept[0] == step:
+        if not self.wants(step) or values.dtype != self._shape.dtype or len(values) != sum(self._shape.sizes):
             return
         try:  # a rank alone must not leave the gather: the plan goes on with what is known
             kept, self._kept = self._kept, None
             if kept is None:
-                self._kept = (step, local.clone())
+                self._kept = (step, values.clone())
             else:
                 self._is_fresh = True
-                self._found = self._compare(kept[1], local)
+                self._found = self._compare(kept[1], values)
         except Exception as error:
             warnings.warn(f"fsdp_ciera: could not measure rates for a new plan: {error!r}", stacklevel=2)
 
@@ -65,33 +72,42 @@ class Probe:
         found = np.full((len(sizes), len(self._codecs)), np.nan)
         if fresh.dtype not in FORMATS:
             return found
-        words = [values.view(FORMATS[fresh.dtype].int_dtype).numpy() for values in (last, fresh)]
         stops = np.cumsum(sizes)
-        changed = np.array(
-            [np.count_nonzero(words[0][a:b] != words[1][a:b]) for a, b in zip(stops - sizes, stops, strict=True)]
+        is_changed = (
+            (last.view(FORMATS[last.dtype].int_dtype) != fresh.view(FORMATS[fresh.dtype].int_dtype)).cpu().numpy()
         )
+        changed = np.array([np.count_nonzero(is_changed[a:b]) for a, b in zip(stops - sizes, stops, strict=True)])
         places = [place for place, size in enumerate(sizes) if size]
         for _, group in groupby(places, key=lambda place: categorize(self._shape.names[place])):
             run = list(group)
             stretch = slice(int(stops[run[0]] - sizes[run[0]]), int(stops[run[-1]]))
             for number, codec in enumerate(self._codecs):
                 weights = changed[run] if codec == "value_delta" and changed[run].any() else sizes[run]
-                num_bytes = first_payload_bytes(codec, last[stretch], fresh[stretch], self._block_size)
+                num_bytes = first_payload_bytes(codec, last[stretch], fresh[stretch], self._block_size, self._backend)
                 found[run, number] = num_bytes * weights / weights.sum()
         return found
 
 
-def first_payload_bytes(codec: str, last: torch.Tensor, fresh: torch.Tensor, block_size: int) -> int:
-    """What `codec` sends of a shard [num_values] that was `last` and is `fresh`: fixed part and sections, in bytes.
+def first_payload_bytes(
+    name: str, last: torch.Tensor, fresh: torch.Tensor, block_size: int, backend: Backend | None = None
+) -> int:
+    """What the codec of this name sends of a shard [num_values] that was `last` and is `fresh`: fixed part and sections, in
+    bytes.
 
-    Entries of section tables are not in it. Cost: two encodes (one of a codec without memory). Memory: the codec's sender
-    state and one payload.
+    Head and section table are not in it. Cost: one encode, and what a codec does to remember a shard. Memory: the codec's state
+    of the own shard and one payload. The host waits for the device.
     """
-    sender = CODECS[codec](len(fresh), fresh.dtype, block_size, 0)
-    room = empty_bytes(sender.most_section_bytes)
-    fixed = torch.from_numpy(empty_bytes(sender.fixed_bytes))
-    for values in (fresh,) if sender.stateless else (last, fresh):
-        sections = SectionWriter(room)
-        sender.detect(values)
-        sender.compress(values, fixed, sections)
-    return sender.fixed_bytes + sections.num_bytes
+    backend = backend or CpuBackend(fresh.device)
+    unit = Unit(((0, len(fresh)),), fresh.dtype, block_size, 1, 0)
+    codec = CODECS[name](backend.coder(unit, name, False))
+    plan = plan_payload([codec], backend.alignment)
+    codec.prepare()
+    if not codec.stateless:
+        codec.seed(last, last.view(1, -1))
+    codec.detect(fresh)
+    collector = backend.collector(plan, [codec])
+    codec.encode(fresh, collector, is_full=codec.stateless)
+    room_bytes = 3 * fresh.numel() * fresh.element_size()
+    encoded = backend.seal(plan, [codec], collector, _NO_LIMIT, room_bytes)
+    [num_bytes] = backend.read(encoded.payload_bytes)
+    return max(0, int(num_bytes) - HEAD_BYTES - codec.num_sections * TABLE_ENTRY_BYTES)

@@ -57,18 +57,15 @@ class GroupShape:
             yield span, build_layout(self.names, sizes, codecs, sum(sizes), self.dtype)
 
     def held_output_bytes(self, codecs: Sequence[str]) -> int:
-        """What the output takes that is held for codecs that decode in place, beyond their caches: own slots, and runs of other
-        codecs. 0 where none does. See [Note: The output is the cache].
-
-        FSDP2 asks for an output by its size alone, and a group that is gathered over several process groups
-        (`reshard_after_forward=<int>`) has outputs of one size for all: those are not told apart, so none is held. Nor is one
-        of a hierarchical gather, which decodes elsewhere.
-        """
+        """What the outputs take that are held for codecs that decode in place, beyond what counts as their caches: the
+        runs of other codecs. 0 where none decodes in place. See [Note: The output is the cache] in codecs/value_delta.py."""
         in_place = [CODECS[codec].can_decode_in_place for codec in codecs]
-        if len(self.spans) != 1 or not self.spans[0].cut.is_flat or not any(in_place):
+        if not any(in_place):
             return 0
-        num_slots = [1 if is_in_place else self.world_size for is_in_place in in_place]
-        return self.dtype.itemsize * sum(size * slots for size, slots in zip(self.sizes, num_slots, strict=True))
+        others = [size for size, is_in_place in zip(self.sizes, in_place, strict=True) if not is_in_place]
+        return self.dtype.itemsize * sum(
+            self.size_in(span, size) * span.most_nodes for span in self.spans for size in others
+        )
 
     def cost_bytes(self, codec: str, size: int, block_size: int) -> int:
         """Most bytes of caches that one parameter costs any rank, over all spans.

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_ciera._compat import FSDPParamGroup, watch_groups
-from fsdp_ciera.gather.lockstep import LockstepState
+from fsdp_ciera.gather.channel import Channel
 
 GATHERS = ("all_gather_into_tensor", "all_gather_single", "all_gather", "_all_gather_base", "all_gather_coalesced")
 REDUCE_SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter")
@@ -79,7 +79,7 @@ class Instruments:
                     for module in (dist, dist.distributed_c10d):
                         if hasattr(module, name):
                             self._stack.enter_context(mock.patch.object(module, name, timed))
-        self._stack.enter_context(mock.patch.object(LockstepState, "stage", self._staged(LockstepState.stage)))
+        self._stack.enter_context(mock.patch.object(Channel, "stage", self._staged(Channel.stage)))
         self._stack.enter_context(watch_groups(self._in_group))
         return self
 
@@ -120,7 +120,7 @@ class Instruments:
         watch = self
 
         @contextmanager
-        def stage(state: LockstepState, name: str) -> Iterator[None]:
+        def stage(state: Channel, name: str) -> Iterator[None]:
             start = time.perf_counter()
             outer, watch._in_node = watch._in_node, name == "InNode"
             try:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fsdp_ciera.codecs import CODECS
-from fsdp_ciera.gather.payload import HEADER_BYTES
+from fsdp_ciera.kernels.heads import HEAD_BYTES
 from fsdp_ciera.planning.choose import make_plan
 from fsdp_ciera.planning.forecast import Cluster
 from fsdp_ciera.planning.plan import Conditions
@@ -185,7 +185,7 @@ def _coded(
             yield replace(own, node="Hash", seconds=gather.hash_seconds)
         if sends or not (given.overlap and is_repeat):
             yield replace(own, node="Cmp", seconds=gather.cmp_seconds)
-        header = HEADER_BYTES if sends or not given.overlap else 0
+        header = HEAD_BYTES if sends or not given.overlap else 0
         calls = int(sends) + (not given.overlap)
         yield replace(own, payload_bytes=round(gather.payload_bytes) + header, num_collectives=calls)
         if gather.in_node_bytes:

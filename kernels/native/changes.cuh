@@ -1,4 +1,4 @@
-// Which values changed (scan), by how much (compact), and the way back (apply).
+// Which values changed (scan), by how much (pack), and the way back (apply).
 //
 // A *move* is the distance between two bit patterns in the order of the numbers, in zigzag form (0, -1, 1, -2, ... as
 // 0, 1, 2, 3, ...). Moves below an *escape* are symbols of a byte; the escape itself stands for all others, whose new value
@@ -84,7 +84,7 @@ CIERA_TILE u32 count_literals(const typename F::Word* fresh, const typename F::W
 
 // The chosen ones of eight values -> their symbols from `moves` on, and literals from `literals` on.
 template <class F>
-CIERA_TILE void compact_tile(const typename F::Word* fresh, const typename F::Word* last, u32 bits, u32 escape,
+CIERA_TILE void pack_octet(const typename F::Word* fresh, const typename F::Word* last, u32 bits, u32 escape,
                              u8* __restrict__ moves, typename F::Word* __restrict__ literals) {
   CIERA_UNROLL
   for (int i = 0; i < 8; i++) {
@@ -98,7 +98,7 @@ CIERA_TILE void compact_tile(const typename F::Word* fresh, const typename F::Wo
 
 // The inverse: moves the chosen ones of eight values [8], in place. Gives how many literals it took.
 template <class F>
-CIERA_TILE u32 apply_tile(typename F::Word* values, u32 bits, u32 escape, const u8* __restrict__ moves,
+CIERA_TILE u32 apply_octet(typename F::Word* values, u32 bits, u32 escape, const u8* __restrict__ moves,
                           const typename F::Word* __restrict__ literals) {
   u32 num_literals = 0;
   CIERA_UNROLL

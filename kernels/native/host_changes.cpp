@@ -46,9 +46,9 @@ struct Moved {  // the changes of small or of large values
   u8* moves;
 };
 
-// Symbols of the values chosen by `bits` among 64 -> part.moves, their new values -> literals while they escape, and -> last.
+// Symbols of the values chosen by `bits` among 64 -> part.moves, their new values -> literals while they escape.
 template <class F>
-CIERA_TILE void compact_word(const typename F::Word* fresh, typename F::Word* last, u64 bits, Moved& part,
+CIERA_TILE void compact_word(const typename F::Word* fresh, const typename F::Word* last, u64 bits, Moved& part,
                              typename F::Word* literals, i64& num_literals) {
   while (bits) {
     const int i = __builtin_ctzll(bits);
@@ -58,7 +58,6 @@ CIERA_TILE void compact_word(const typename F::Word* fresh, typename F::Word* la
       literals[num_literals] = fresh[i];  // overwritten by the next one unless it counts
       num_literals += symbol == part.escape;
     }
-    last[i] = fresh[i];
     bits &= bits - 1;
   }
 }
@@ -69,8 +68,8 @@ struct Found {  // of a piece
 
 // See find. `changed` and `small` are bitmaps of the piece; literals are the small values' first, then the large ones'.
 template <class F>
-CIERA_TILE Found find_piece(const typename F::Word* fresh, typename F::Word* last, i64 count, typename F::Word limit,
-                            u8* changed, u8* small, Moved of_small, Moved of_large, typename F::Word* literals) {
+CIERA_TILE Found find_piece(const typename F::Word* fresh, const typename F::Word* last, i64 count,
+                            typename F::Word limit, u8* changed, u8* small, Moved of_small, Moved of_large, typename F::Word* literals) {
   Found found = {0, 0, 0, 0};
   for (i64 start = 0; start < count; start += 64) {
     const i64 here = least(count - start, 64);
@@ -95,7 +94,7 @@ CIERA_TILE Found find_piece(const typename F::Word* fresh, typename F::Word* las
 }
 
 template <class F>
-CIERA_TILE i64 find_all_piece(const typename F::Word* fresh, typename F::Word* last, i64 count, Moved all,
+CIERA_TILE i64 find_all_piece(const typename F::Word* fresh, const typename F::Word* last, i64 count, Moved all,
                               typename F::Word* literals) {
   i64 num_literals = 0;
   for (i64 i = 0; i < count; i++) all.moves[i] = (u8)move_symbol<F>(fresh[i], last[i], all.escape);
@@ -107,8 +106,42 @@ CIERA_TILE i64 find_all_piece(const typename F::Word* fresh, typename F::Word* l
       literals[num_literals++] = fresh[start + __builtin_ctzll(bits)];
     }
   }
-  memcpy(last, fresh, count * sizeof(typename F::Word));
   return num_literals;
+}
+
+// For up to 64 values whose exponents were `last`: the exponents that they have now, and whether these differ.
+template <class F>
+CIERA_TILE u64 changed_exponents(const typename F::Word* values, const u8* last, i64 count, u8* exponents) {
+  u8 differs[64] = {};
+  if (count == 64) {
+    split_exponents<F, 64>(values, exponents);
+    for (int i = 0; i < 64; i++) differs[i] = exponents[i] != last[i];
+  } else {
+    for (i64 i = 0; i < count; i++) exponents[i] = exponent_of<F>(values[i]);
+    for (i64 i = 0; i < count; i++) differs[i] = exponents[i] != last[i];
+  }
+  return bits_of_bytes(differs);
+}
+
+// See find_exponents. Without a bitmap every value has a move.
+template <class F>
+CIERA_TILE i64 find_exponents_piece(const typename F::Word* values, const u8* last, i64 count, u8* changed, u8* moves) {
+  u8* into = moves;
+  for (i64 start = 0; start < count; start += 64) {
+    const i64 here = least(count - start, 64);
+    u8 exponents[64];
+    u64 bits = changed_exponents<F>(values + start, last + start, here, exponents);
+    if (!changed) {
+      for (i64 i = 0; i < here; i++) *into++ = (u8)(exponents[i] - last[start + i]);
+      continue;
+    }
+    store_word(bits, changed, start, count);
+    for (; bits; bits &= bits - 1) {
+      const int i = __builtin_ctzll(bits);
+      *into++ = (u8)(exponents[i] - last[start + i]);
+    }
+  }
+  return into - moves;
 }
 
 // The changes of small or of large values, as they are taken up again.
@@ -211,7 +244,7 @@ void close_up(T* array, const std::vector<Found>& found, i64 range, Count count)
 // ---- what runs in clones, see [Note: Clones]; told apart by their first argument
 
 #define CIERA_CHANGE_CLONES(F)                                                                                          \
-  CIERA_CLONES Found find_clone(F, const F::Word* fresh, F::Word* last, i64 count, F::Word limit, u8* changed,          \
+  CIERA_CLONES Found find_clone(F, const F::Word* fresh, const F::Word* last, i64 count, F::Word limit, u8* changed,    \
                                 u8* small, Moved of_small, Moved of_large, F::Word* literals) {                         \
     if (changed) return find_piece<F>(fresh, last, count, limit, changed, small, of_small, of_large, literals);         \
     return {0, 0, count, find_all_piece<F>(fresh, last, count, of_large, literals)};                                    \
@@ -233,18 +266,31 @@ CIERA_CHANGE_CLONES(fp16)
 CIERA_CHANGE_CLONES(fp32)
 CIERA_CHANGE_CLONES(ciera::byte)
 
+#define CIERA_EXPONENT_CLONES(F)                                                                                        \
+  CIERA_CLONES i64 find_exponents_clone(F, const F::Word* values, const u8* last, i64 count, u8* changed, u8* moves) {  \
+    return find_exponents_piece<F>(values, last, count, changed, moves);                                                \
+  }
+
+CIERA_EXPONENT_CLONES(bf16)
+CIERA_EXPONENT_CLONES(fp16)
+CIERA_EXPONENT_CLONES(fp32)
+
 // ---- whole runs
 
-// Values [n] against `last` [n], which becomes equal to them. Writes the bitmap `changed` and, where `small` is given, which
+// The number of pieces that a thread takes one after the other, in values: little of the room for moves is touched then.
+i64 range_of(i64 num_pieces, i64 num_ranges) {
+  return num_ranges ? (num_pieces + num_ranges - 1) / num_ranges * kPiece : kPiece;
+}
+
+// Values [n] against `last` [n]. Writes the bitmap `changed` and, where `small` is given, which
 // values were small, moves and literals (room for n of each; `changed` null: a move for every value).
 // counts: small values, changed small values, changed values, literals.
 template <class F>
-void find(const typename F::Word* fresh, typename F::Word* last, i64 n, u32 boundary, u32 small_escape, u32 escape,
+void find(const typename F::Word* fresh, const typename F::Word* last, i64 n, u32 boundary, u32 small_escape, u32 escape,
           u8* changed, u8* small, u8* small_moves, u8* moves, typename F::Word* literals, i64* counts, int threads) {
   const typename F::Word limit = limit_of<F>(boundary);
-  const i64 num_pieces = (n + kPiece - 1) / kPiece;  // a thread has a range of pieces: little of the room is touched
-  const i64 num_ranges = least(num_pieces, threads);
-  const i64 range = num_ranges ? (num_pieces + num_ranges - 1) / num_ranges * kPiece : kPiece;
+  const i64 num_pieces = (n + kPiece - 1) / kPiece;
+  const i64 num_ranges = least(num_pieces, threads), range = range_of(num_pieces, num_ranges);
   std::vector<Found> found(num_ranges, Found{0, 0, 0, 0});
   for_each(num_ranges, threads, [&](i64 k) {
     Found& sum = found[k];
@@ -271,6 +317,27 @@ void find(const typename F::Word* fresh, typename F::Word* last, i64 n, u32 boun
     counts[2] += one.num_changed;
     counts[3] += one.num_literals;
   }
+}
+
+// The exponents of values [n] against `last` [n]. Writes the bitmap `changed` and a move for each one that differs (room for n;
+// `changed` null: a move for every value). Gives the number of moves.
+template <class F>
+i64 find_exponents(const typename F::Word* values, const u8* last, i64 n, u8* changed, u8* moves, int threads) {
+  const i64 num_pieces = (n + kPiece - 1) / kPiece;
+  const i64 num_ranges = least(num_pieces, threads), range = range_of(num_pieces, num_ranges);
+  std::vector<Found> found(num_ranges, Found{0, 0, 0, 0});
+  for_each(num_ranges, threads, [&](i64 k) {
+    const i64 first = k * range, end = least(n, first + range);
+    for (i64 start = first; start < end; start += kPiece) {
+      found[k].num_changed += find_exponents_clone(F(), values + start, last + start, least(end - start, kPiece),
+                                                   changed ? changed + start / 8 : nullptr,
+                                                   moves + first + found[k].num_changed);
+    }
+  });
+  close_up(moves, found, range, [](const Found& one) { return one.num_changed; });
+  i64 num_moves = 0;
+  for (const Found& one : found) num_moves += one.num_changed;
+  return num_moves;
 }
 
 // The inverse on `values` [n], which it also copies to `out` where given. `large` null: a move for every value; `small` null:
@@ -328,7 +395,7 @@ void apply(typename F::Word* values, i64 n, u32 boundary, const u8* small, i64 s
 
 // The functions that host.py calls, for each format.
 #define CIERA_CHANGES(F, name)                                                                                          \
-  CIERA_API void ciera_find_##name(const F::Word* fresh, F::Word* last, i64 n, u32 boundary, u32 small_escape,          \
+  CIERA_API void ciera_find_##name(const F::Word* fresh, const F::Word* last, i64 n, u32 boundary, u32 small_escape,    \
                                    u32 escape, u8* changed, u8* small, u8* small_moves, u8* moves, F::Word* literals,   \
                                    i64* counts, int threads) {                                                          \
     find<F>(fresh, last, n, boundary, small_escape, escape, changed, small, small_moves, moves, literals, counts,       \
@@ -346,3 +413,13 @@ CIERA_CHANGES(bf16, bf16)
 CIERA_CHANGES(fp16, fp16)
 CIERA_CHANGES(fp32, fp32)
 CIERA_CHANGES(ciera::byte, byte)
+
+#define CIERA_EXPONENTS(F)                                                                                              \
+  CIERA_API i64 ciera_find_exponents_##F(const F::Word* values, const u8* last, i64 n, u8* changed, u8* moves,          \
+                                         int threads) {                                                                 \
+    return find_exponents<F>(values, last, n, changed, moves, threads);                                                 \
+  }
+
+CIERA_EXPONENTS(bf16)
+CIERA_EXPONENTS(fp16)
+CIERA_EXPONENTS(fp32)

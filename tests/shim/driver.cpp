@@ -5,20 +5,13 @@
 //
 // A request is binary, little-endian, without padding:
 //   u32 length of the kernel's name, the name, u64 seed, u32 CTAs in x, u32 in y, u32 number of arguments; for each:
-//   u8 kind, then   0: u64 number   1: u32 offset, u64 size, the bytes   2 (null pointer): nothing
+//   u8 kind, then   0: u64 number (0 is a null pointer too)   1: u32 offset, u64 size, the bytes
 // The answer is the bytes of all buffers after the launch. Whatever goes wrong ends the process with a message.
-#include "kernels.cu"
-
-#include <map>
-#include <string>
-#include <type_traits>
+#include "kernels.hpp"
 
 namespace {
 
-[[noreturn]] void fail(const std::string& what) {
-  std::fprintf(stderr, "shim: %s\n", what.c_str());
-  std::_Exit(shim::kFailed);
-}
+using shim::fail;
 
 // A buffer of its own on the heap, `offset` bytes off a multiple of 16. AddressSanitizer sees the first byte behind it,
 // and the first before it where `offset` is 0. What is written there otherwise shows in canaries.
@@ -57,44 +50,22 @@ struct Argument {
   std::unique_ptr<Buffer> buffer;
 };
 
-struct Request {
-  u64 seed = 0;
-  u32 grid_x = 0, grid_y = 0;
-  std::vector<Argument> arguments;
-};
+// What shim::launch asks for arguments.
+struct Arguments {
+  const std::vector<Argument>& all;
 
-// An argument as the parameter of a kernel.
-template <class T>
-T as(const Argument& argument) {
-  if constexpr (std::is_pointer_v<T>) {
-    if (argument.kind == 0) fail("a number where the kernel takes a pointer");
-    return argument.buffer ? reinterpret_cast<T>(argument.buffer->data()) : nullptr;
-  } else {
-    if (argument.kind != 0) fail("a pointer where the kernel takes a number");
-    return static_cast<T>(argument.number);
+  size_t size() const { return all.size(); }
+  template <class T>
+  T as(size_t k) const {
+    const Argument& argument = all[k];
+    if constexpr (std::is_pointer_v<T>) {
+      if (argument.kind == 0 && argument.number) fail("a number where the kernel takes a pointer");
+      return argument.buffer ? reinterpret_cast<T>(argument.buffer->data()) : nullptr;
+    } else {
+      if (argument.kind != 0) fail("a pointer where the kernel takes a number");
+      return static_cast<T>(argument.number);
+    }
   }
-}
-
-template <class... Parameters, size_t... K>
-void launch_with(void (*kernel)(Parameters...), const Request& request, std::index_sequence<K...>) {
-  shim::launch(request.grid_x, request.grid_y, kThreads, request.seed,
-               [&] { kernel(as<Parameters>(request.arguments[K])...); });
-}
-
-template <class... Parameters>
-void launch(void (*kernel)(Parameters...), const Request& request) {
-  if (request.arguments.size() != sizeof...(Parameters)) fail("wrong number of arguments");
-  launch_with(kernel, request, std::index_sequence_for<Parameters...>());
-}
-
-#define KERNEL(name) {#name, [](const Request& request) { launch(&::name, request); }}
-#define FORMAT_KERNELS(F) KERNEL(split_##F), KERNEL(merge_##F), KERNEL(hash_##F), KERNEL(take_blocks_##F)
-#define CHANGE_KERNELS(name) KERNEL(scan_##name), KERNEL(compact_##name), KERNEL(apply_##name)
-
-const std::map<std::string, void (*)(const Request&)> kKernels = {
-    FORMAT_KERNELS(bf16),  FORMAT_KERNELS(fp16),  FORMAT_KERNELS(fp32),  CHANGE_KERNELS(bf16),     CHANGE_KERNELS(fp16),
-    CHANGE_KERNELS(fp32),  CHANGE_KERNELS(byte),  KERNEL(count_changes), KERNEL(count_escapes),    KERNEL(put_blocks),
-    KERNEL(checksum),      KERNEL(finish_checksums),
 };
 
 void read(void* to, size_t size) {
@@ -124,18 +95,17 @@ Argument read_argument() {
 void serve(u32 name_length) {
   std::string name(name_length, ' ');
   read(&name[0], name_length);
-  Request request;
-  request.seed = read<u64>();
-  request.grid_x = read<u32>();
-  request.grid_y = read<u32>();
+  shim::Shape shape;
+  shape.seed = read<u64>();
+  shape.grid_x = read<u32>();
+  shape.grid_y = read<u32>();
+  std::vector<Argument> arguments;
   const u32 num_arguments = read<u32>();
-  for (u32 k = 0; k < num_arguments; k++) request.arguments.push_back(read_argument());
+  for (u32 k = 0; k < num_arguments; k++) arguments.push_back(read_argument());
 
-  const auto found = kKernels.find(name);
-  if (found == kKernels.end()) fail("no kernel " + name);
-  found->second(request);
+  shim::launch_by_name(name, shape, Arguments{arguments});
 
-  for (const Argument& argument : request.arguments) {
+  for (const Argument& argument : arguments) {
     if (!argument.buffer) continue;
     if (!argument.buffer->is_intact_around()) fail(name + " wrote outside of a buffer");
     std::fwrite(argument.buffer->data(), 1, argument.buffer->size(), stdout);
@@ -147,7 +117,7 @@ void serve(u32 name_length) {
 
 int main(int argc, char** argv) {
   if (argc > 1 && std::string(argv[1]) == "--list") {
-    for (const auto& kernel : kKernels) std::puts(kernel.first.c_str());
+    for (const auto& kernel : shim::kernels<Arguments>()) std::puts(kernel.first.c_str());
     return 0;
   }
   u32 name_length;

@@ -2,12 +2,18 @@
 //
 //   default          a CUDA thread is a fibre; at every barrier and shuffle the seed decides which fibre goes on
 //   -DSHIM_THREADS   a CUDA thread is an OS thread, so that ThreadSanitizer sees who synchronises with whom
+//   -DSHIM_LIBRARY   fibres in a shared library, for whole training runs (shim_device.py)
 //
 // CTAs run one after another, in an order that the seed decides, so a static variable can stand for shared memory.
 //
 // [Note: Shared memory] Fibres find shared memory filled with kPoison, so that a kernel that reads what it has not
 // written gives wrong results. For that its variables are thread-local: all fibres have them in common, and nothing
 // else in the program is thread-local. (A section of their own would be simpler, but g++ ignores that in templates.)
+// In a library thread-local variables are also the program's, so there they are static and not poisoned.
+//
+// [Note: Switching] A launch of 45 CTAs switches some 400 000 times from one fibre to another. swapcontext asks the operating
+// system to change the signal mask each time, which takes 20 times as long as the switch; so on x86-64 the registers that a
+// function must keep are swapped by hand. Test: test_shim_device.py, how long a launch takes.
 //
 // Barriers are stricter than the hardware's: every thread of the CTA, and for shuffles every lane of the warp, has to
 // come, at the same line of the source. Whatever cannot go on ends the process with a message and status kFailed.
@@ -33,7 +39,9 @@
 #else
 #include <link.h>
 #include <sys/mman.h>
+#ifndef __x86_64__
 #include <ucontext.h>
+#endif
 #endif
 
 #ifdef __SANITIZE_ADDRESS__
@@ -46,7 +54,7 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 
-#ifdef SHIM_THREADS
+#if defined(SHIM_THREADS) || defined(SHIM_LIBRARY)
 #define __shared__ static
 #else
 #define __shared__ static __thread
@@ -91,7 +99,7 @@ struct Place {
 
 // See [Note: Shared memory].
 inline void poison_shared_memory() {
-#ifndef SHIM_THREADS
+#if !defined(SHIM_THREADS) && !defined(SHIM_LIBRARY)
   const auto poison = [](dl_phdr_info* module, size_t, void*) {
     for (int k = 0; k < module->dlpi_phnum; k++)
       if (module->dlpi_phdr[k].p_type == PT_TLS && module->dlpi_tls_data)
@@ -204,12 +212,13 @@ class Unseen {
   Unseen() {}
 };
 
-// Memory of a fibre's stack, with a page before it that must not be touched.
+// Memory of a fibre's stack, with a page before it that must not be touched. Stacks begin at different places of their
+// pages: at one place, what all of them have on top would be in each other's way in the processor's caches.
 class Stack {
  public:
   static constexpr size_t kBytes = 64 << 10, kGuardBytes = 4 << 10;
 
-  Stack() {
+  explicit Stack(unsigned number) : unused_(number % 32 * 448) {
     void* room = mmap(nullptr, kGuardBytes + kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (room == MAP_FAILED || mprotect(room, kGuardBytes, PROT_NONE)) fail("no stack", Place{__FILE__, __LINE__});
     base_ = static_cast<char*>(room);
@@ -217,10 +226,70 @@ class Stack {
   Stack(const Stack&) = delete;
   ~Stack() { munmap(base_, kGuardBytes + kBytes); }
   char* bottom() const { return base_ + kGuardBytes; }
+  size_t size() const { return kBytes - unused_; }
 
  private:
   char* base_;
+  size_t unused_;
 };
+
+// Where a fibre, or the scheduler, was left. See [Note: Switching].
+class Context {
+ public:
+#ifdef __x86_64__
+  // The next switch here calls `function`, which must not return, on an empty stack.
+  void start(const Stack& stack, void (*function)()) {
+    void** top = reinterpret_cast<void**>(stack.bottom() + stack.size());
+    *--top = nullptr;  // the address that `function` would return to: debuggers stop there
+    *--top = reinterpret_cast<void*>(function);
+    for (int k = 0; k < kKept; k++) *--top = nullptr;
+    top_ = top;
+  }
+  void switch_to(Context& other) { shim_switch(&top_, other.top_); }
+
+ private:
+  static constexpr int kKept = 6;  // rbp, rbx, r12 to r15
+  static void shim_switch(void*** from, void** to) asm("shim_switch");
+  void** top_ = nullptr;
+#else
+  void start(const Stack& stack, void (*function)()) {
+    getcontext(&context_);
+    context_.uc_stack.ss_sp = stack.bottom();
+    context_.uc_stack.ss_size = stack.size();
+    makecontext(&context_, function, 0);
+  }
+  void switch_to(Context& other) { swapcontext(&context_, &other.context_); }
+
+ private:
+  ucontext_t context_;
+#endif
+};
+
+#ifdef __x86_64__
+asm(R"(
+.text
+.p2align 4
+.local shim_switch
+.type shim_switch, @function
+shim_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size shim_switch, .-shim_switch
+)");
+#endif
 
 #endif
 
@@ -242,7 +311,8 @@ struct Thread {
   enum class Stop { none, at_barrier, at_exchange, ended };
   Stop stop = Stop::none;
   Place place;
-  ucontext_t context;
+  Context context;
+  const Stack* stack = nullptr;
   void* fake_stack = nullptr;  // AddressSanitizer's, while another fibre runs
 #endif
 };
@@ -310,9 +380,7 @@ class Cta {
   template <class Body>
   void run(const Body& body) {
     running = this;
-    static Crew crew(unsigned(threads_.size()));
-    if (crew.size() != threads_.size()) fail("CTAs of two sizes", Place{__FILE__, __LINE__});
-    crew.run([&](unsigned k) {
+    crew(unsigned(threads_.size())).run([&](unsigned k) {
       current = &threads_[k];
       *current = Thread{Dim{k, 0, 0}, k, k % kWarpSize, 0, &warps_[k / kWarpSize]};
       body();
@@ -324,6 +392,12 @@ class Cta {
   static void wait_for_warp(Place at) { current->warp->barrier.wait(at, running->progress_); }
 
  private:
+  static Crew& crew(unsigned num_threads) {  // one for all kernels
+    static Crew crew(num_threads);
+    if (crew.size() != num_threads) fail("CTAs of two sizes", Place{__FILE__, __LINE__});
+    return crew;
+  }
+
   inline static Cta* running = nullptr;
   std::vector<Thread> threads_;
   std::vector<Warp> warps_;
@@ -348,7 +422,7 @@ class Cta {
   template <class Body>
   void run(const Body& body) {
     running = this;
-    body_ = body;
+    body_ = [&body] { body(); };
     start_fibres();
     unsigned num_ended = 0;
     while (!ready_.empty()) {
@@ -376,17 +450,15 @@ class Cta {
  private:
   void start_fibres() {
     static std::vector<std::unique_ptr<Stack>> stacks;  // kept: the operating system takes its time to make them
-    while (stacks.size() < threads_.size()) stacks.push_back(std::make_unique<Stack>());
+    while (stacks.size() < threads_.size()) stacks.push_back(std::make_unique<Stack>(stacks.size()));
     for (unsigned k = 0; k < threads_.size(); k++) {
       Thread& thread = threads_[k];
       thread.index = Dim{k, 0, 0};
       thread.number = k;
       thread.lane = k % kWarpSize;
       thread.warp = &warps_[k / kWarpSize];
-      getcontext(&thread.context);
-      thread.context.uc_stack.ss_sp = stacks[k]->bottom();
-      thread.context.uc_stack.ss_size = Stack::kBytes;
-      makecontext(&thread.context, &Cta::run_fibre, 0);
+      thread.stack = stacks[k].get();
+      thread.context.start(*stacks[k], &Cta::run_fibre);
     }
     release(0, unsigned(threads_.size()));
   }
@@ -413,9 +485,9 @@ class Cta {
     current = &thread;
 #ifdef __SANITIZE_ADDRESS__
     void* fake_stack;
-    __sanitizer_start_switch_fiber(&fake_stack, thread.context.uc_stack.ss_sp, Stack::kBytes);
+    __sanitizer_start_switch_fiber(&fake_stack, thread.stack->bottom(), thread.stack->size());
 #endif
-    swapcontext(&scheduler_, &thread.context);
+    scheduler_.switch_to(thread.context);
 #ifdef __SANITIZE_ADDRESS__
     __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
 #endif
@@ -429,7 +501,7 @@ class Cta {
     const bool for_good = why == Thread::Stop::ended;
     __sanitizer_start_switch_fiber(for_good ? nullptr : &thread.fake_stack, scheduler_bottom_, scheduler_bytes_);
 #endif
-    swapcontext(&thread.context, &scheduler_);
+    thread.context.switch_to(scheduler_);
     arrived_in_fibre();
   }
 
@@ -447,7 +519,7 @@ class Cta {
   std::function<void()> body_;
   uint64_t seed_;
   std::mt19937_64 random_;
-  ucontext_t scheduler_;
+  Context scheduler_;
   const void* scheduler_bottom_ = nullptr;
   size_t scheduler_bytes_ = 0;
 };
@@ -471,22 +543,35 @@ void launch(unsigned grid_x, unsigned grid_y, unsigned num_threads, uint64_t see
   }
 }
 
-// `value` of another lane. All lanes of the warp take part.
-template <class T>
-T exchange(unsigned mask, T value, unsigned from_lane, Place at) {
-  static_assert(sizeof(T) <= sizeof(uint64_t), "a slot has 8 bytes");
+// Shows `bits` to the other lanes of the warp, which all take part. -> what each has shown, [kWarpSize].
+inline const std::atomic<uint64_t>* show(unsigned mask, uint64_t bits, Place at) {
   if (mask != kAllLanes) fail("a shuffle among part of a warp, which the shim does not know", at);
-  Unseen unseen;
   Thread& thread = *current;
   std::atomic<uint64_t>* slots = thread.warp->slots[thread.half];
   thread.half ^= 1;
-  uint64_t bits = 0;
-  std::memcpy(&bits, &value, sizeof value);
   slots[thread.lane].store(bits, std::memory_order_relaxed);
   Cta::wait_for_warp(at);
-  bits = slots[from_lane].load(std::memory_order_relaxed);
+  return slots;
+}
+
+// `value` of another lane.
+template <class T>
+T exchange(unsigned mask, T value, unsigned from_lane, Place at) {
+  static_assert(sizeof(T) <= sizeof(uint64_t), "a slot has 8 bytes");
+  Unseen unseen;
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof value);
+  bits = show(mask, bits, at)[from_lane].load(std::memory_order_relaxed);
   std::memcpy(&value, &bits, sizeof value);
   return value;
+}
+
+inline unsigned vote(unsigned mask, bool predicate, Place at) {
+  Unseen unseen;
+  const std::atomic<uint64_t>* slots = show(mask, predicate, at);
+  unsigned votes = 0;
+  for (unsigned lane = 0; lane < kWarpSize; lane++) votes |= unsigned(slots[lane].load(std::memory_order_relaxed)) << lane;
+  return votes;
 }
 
 }  // namespace shim
@@ -513,6 +598,12 @@ T __shfl_up_sync(unsigned mask, T value, unsigned distance, const char* file = _
                  int line = __builtin_LINE()) {
   const unsigned lane = shim::current->lane;
   return shim::exchange(mask, value, lane >= distance ? lane - distance : lane, shim::Place{file, line});
+}
+
+// Lane k's predicate in bit k.
+inline unsigned __ballot_sync(unsigned mask, bool predicate, const char* file = __builtin_FILE(),
+                              int line = __builtin_LINE()) {
+  return shim::vote(mask, predicate, shim::Place{file, line});
 }
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }

@@ -1,0 +1,33 @@
+"""What a device does for gathers: kernels, entropy coder, room for payloads, and when the host may look."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from fsdp_ciera.backends.base import Backend
+from fsdp_ciera.backends.cpu import CpuBackend
+from fsdp_ciera.backends.cuda import CudaBackend
+from fsdp_ciera.backends.plain import PlainBackend
+from fsdp_ciera.kernels import cuda, launch, reference_tiles
+from fsdp_ciera.kernels.dispatch import VARIABLE, chosen_for
+
+__all__ = ["Backend", "PlainBackend", "backend_of"]
+
+
+def backend_of(device: torch.device) -> Backend:
+    """What serves gathers on a device.
+
+    `FSDP_CIERA_KERNELS=reference` runs the codecs of a GPU in plain torch, `cuda` the kernels of CUDA wherever they are. Raises
+    `CieraPolicyError` for kernels that are asked for and cannot run.
+    """
+    if device.type == "cuda" and not os.environ.get(VARIABLE):
+        reason = launch.why_not_available(device)
+        return CudaBackend(device, cuda) if reason is None else PlainBackend(device, reason)
+    if device.type not in ("cpu", "cuda"):
+        return PlainBackend(device, f"there are no kernels for {device.type}")
+    chosen = chosen_for(device)
+    if chosen == "cuda":
+        return CudaBackend(device, cuda)
+    return CpuBackend(device) if device.type == "cpu" else CudaBackend(device, reference_tiles)

@@ -1,0 +1,278 @@
+"""`TileCoder`: the parts of payloads on CUDA. A unit is all runs of a codec; peers, runs and tiles are axes of every launch.
+
+values      offsets by tile, a bitmap of bitmaps in two levels, moves, literals
+exponents   the same without literals
+blocks      which blocks, offsets by 64 blocks, exponents
+symbols     the largest exponent of each tile, offsets by tile, and what is too far below; all others are nibbles, in the fixed part
+
+Counts stay on the device: sections are counted first, and written when the table of all sections of the payload is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fsdp_ciera.codecs.base import Unit
+from fsdp_ciera.kernels.changes import BYTE_ESCAPE
+from fsdp_ciera.kernels.formats import FORMATS, FloatFormat, packed_bytes
+from fsdp_ciera.kernels.tiles import PLANE_PADDING, Payloads, SectionRoom, TileKernels, make_tiles
+
+NUM_SECTIONS = {"raw": 0, "entropy": 3, "exponent_block": 3, "exponent_delta": 4, "value_delta": 5}
+"""By codec: sections of a unit."""
+
+
+@dataclass
+class TileSections:
+    """What codecs have found, until the sections can be written."""
+
+    device: torch.device
+    sizes: list[torch.Tensor] = field(default_factory=list)
+    """int64 [sections] of each unit, in bytes."""
+    packs: list[Callable[[SectionRoom], None]] = field(default_factory=list)
+    """Write the sections of units, in any order."""
+    is_full: bool = False
+    """Whether some unit can only be sent as it is."""
+
+    @property
+    def num_sections(self) -> int:
+        """So far."""
+        return sum(map(len, self.sizes))
+
+
+@dataclass(frozen=True)
+class TileReceived:
+    """All ranks' payloads, as one unit reads them."""
+
+    payloads: Payloads
+    fixed_at: int
+    fixed_bytes: int
+    damage: torch.Tensor
+    """int32 [1]"""
+
+
+class TileCoder:
+    """See `fsdp_ciera.codecs.base.UnitCoder`. Sets bits of the flag where a payload is damaged, and waits for nothing."""
+
+    def __init__(self, unit: Unit, codec: str, in_place: bool, kernels: TileKernels, device: torch.device) -> None:
+        self.unit = unit
+        self._kernels = kernels
+        self._device = device
+        self._tiles = make_tiles(
+            unit.stretches,
+            device,
+            block_size=unit.block_size if codec == "exponent_block" else 0,
+            state_is_flat=in_place,
+        )
+
+        self._tops: torch.Tensor | None = None  # of the values whose symbols were written last
+
+    @property
+    def _format(self) -> FloatFormat:
+        return FORMATS[self.unit.dtype]
+
+    @property
+    def plane_bytes(self) -> int:
+        """Low bytes of all values, and behind them the packed top bits; runs are padded to 64 values."""
+        num_values = self._tiles.num_plane_values
+        return num_values * self._format.low_bytes + packed_bytes(num_values, self._format.top_bits)
+
+    @property
+    def symbol_plane_bytes(self) -> int:
+        """Half a byte more for each value."""
+        return self.plane_bytes + self._tiles.num_plane_values // 2
+
+    @property
+    def raw_bytes(self) -> int:
+        """The values as they are."""
+        return self.unit.num_values * self.unit.item_bytes
+
+    def num_sections(self, codec: str) -> int:
+        """See the top of this file."""
+        return NUM_SECTIONS[codec]
+
+    def most_section_bytes(self, codec: str) -> int:
+        """Not asked for: room is what gathers took before (cuda.py)."""
+        raise AssertionError("sections on CUDA are written into an arena")
+
+    # the fixed part
+
+    def fill_raw(self, values: torch.Tensor, fixed: torch.Tensor) -> None:
+        """A copy a run."""
+        for place, run in self._raw_places(fixed):
+            run.copy_(values[place].view(torch.uint8))
+
+    def read_raw(self, received: TileReceived, output: torch.Tensor) -> None:
+        """A copy a run, of all ranks' rows."""
+        start = received.fixed_at
+        parts = received.payloads.data[:, start : start + received.fixed_bytes]
+        for place, runs in self._raw_places(parts):
+            output[:, place].view(torch.uint8).copy_(runs)
+
+    def _raw_places(self, parts: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Each run's place in a shard, and its bytes in parts uint8 [..., raw bytes]."""
+        at = 0
+        for start, num_values in self.unit.stretches:
+            num_bytes = num_values * self.unit.item_bytes
+            yield slice(start, start + num_values), parts[..., at : at + num_bytes]
+            at += num_bytes
+
+    def fill_plane(self, values: torch.Tensor, fixed: torch.Tensor, exponents: torch.Tensor | None = None) -> None:
+        """One launch."""
+        num_low = self._tiles.num_plane_values * self._format.low_bytes
+        top = fixed[num_low:] if self._format.top_bits else None
+        self._kernels.split_tiles(values, self._tiles, self._format, fixed[:num_low], top, exponents)
+
+    # state
+
+    def exponent_rows(self, num_rows: int, in_blocks: bool = False) -> torch.Tensor:
+        """Of the tiles' state."""
+        shape = (num_rows, self._tiles.num_state_values)
+        return torch.zeros(shape, dtype=torch.uint8, device=self._device)
+
+    def value_rows(self) -> torch.Tensor:
+        """Of the tiles' state."""
+        shape = (self.unit.world_size, self._tiles.num_state_values)
+        return torch.zeros(shape, dtype=self.unit.dtype, device=self._device)
+
+    def take_exponents(self, output: torch.Tensor, exponents: torch.Tensor) -> None:
+        """One launch."""
+        self._kernels.split_rows(output, self.unit.rank, self._tiles, self._format, exponents)
+
+    def take_own_exponents(self, values: torch.Tensor, exponents: torch.Tensor) -> None:
+        """One launch."""
+        self._kernels.split_tiles(values, self._tiles, self._format, None, None, exponents)
+
+    def take_values(self, output: torch.Tensor, rows: torch.Tensor) -> None:
+        """A copy a run, of all ranks' rows."""
+        for place, in_state in self._places():
+            _integers(rows[:, in_state]).copy_(_integers(output[:, place]))
+
+    def keep_own_values(self, values: torch.Tensor, rows: torch.Tensor) -> None:
+        """A copy a run."""
+        for place, in_state in self._places():
+            _integers(rows[self.unit.rank, in_state]).copy_(_integers(values[place]))
+
+    def _places(self) -> Iterator[tuple[slice, slice]]:
+        """Each run's place in a shard, and in the state of values."""
+        at = 0
+        for start, num_values in self.unit.stretches:
+            yield slice(start, start + num_values), slice(at, at + num_values)
+            at += -(-num_values // PLANE_PADDING) * PLANE_PADDING
+
+    # writing
+
+    def hash_blocks(self, values: torch.Tensor) -> torch.Tensor:
+        """One launch."""
+        return self._kernels.hash_blocks(values, self._tiles, self._format, None)[0]
+
+    def write_symbols(self, values: torch.Tensor, sections: TileSections) -> None:
+        """Two launches."""
+        kernels, tiles, fmt = self._kernels, self._tiles, self._format
+        scan = kernels.scan_symbols(values, tiles, fmt)
+        self._tops = scan.tops
+        first = sections.num_sections
+        sections.sizes.append(kernels.symbol_sizes(scan, tiles))
+        sections.packs.append(lambda room: kernels.pack_symbols(values, tiles, fmt, scan, _from(room, first)))
+
+    def fill_symbols(self, values: torch.Tensor, fixed: torch.Tensor) -> None:
+        """Two launches."""
+        assert self._tops is not None
+        self.fill_plane(values, fixed)
+        self._kernels.put_nibbles(values, self._tiles, self._format, self._tops, fixed[self.plane_bytes :])
+        self._tops = None
+
+    def merge_symbols(self, received: TileReceived, output: torch.Tensor) -> None:
+        """One launch."""
+        self._kernels.merge_symbols(
+            received.payloads, received.fixed_at, self._tiles, self._format, output, received.damage
+        )
+
+    def write_blocks(
+        self, values: torch.Tensor, hashes: torch.Tensor, last: torch.Tensor | None, sections: TileSections
+    ) -> tuple[int, int]:
+        """Two launches. All blocks are as large as the values themselves, so that is not tried. The host does not know how many
+        blocks changed."""
+        kernels, tiles, fmt = self._kernels, self._tiles, self._format
+        if last is None:
+            self._add_full(sections, NUM_SECTIONS["exponent_block"])
+            return tiles.num_blocks, 0
+        changed = (hashes != last).any(dim=1).to(torch.uint8)
+        sizes, ranks = kernels.block_sizes(changed, tiles)
+        first = sections.num_sections
+        sections.sizes.append(sizes)
+        sections.packs.append(lambda room: kernels.pack_blocks(values, tiles, fmt, changed, ranks, _from(room, first)))
+        return tiles.num_blocks, 0
+
+    def write_exponent_changes(self, values: torch.Tensor, last: torch.Tensor | None, sections: TileSections) -> None:
+        """Two launches. Without last ones: all exponents, which is not tried."""
+        kernels, tiles, fmt = self._kernels, self._tiles, self._format
+        if last is None:
+            self._add_full(sections, NUM_SECTIONS["exponent_delta"])
+            return
+        scan = kernels.scan_exponents(values, last, tiles, fmt)
+        first = sections.num_sections
+        sections.sizes.append(kernels.change_sizes(scan, tiles, 0))
+        sections.packs.append(lambda room: kernels.pack_exponents(values, last, tiles, fmt, scan, _from(room, first)))
+
+    def write_value_changes(
+        self, values: torch.Tensor, rows: torch.Tensor | None, is_flat: bool, sections: TileSections
+    ) -> None:
+        """Two launches. Without last values: every value, which is not tried."""
+        kernels, tiles, fmt = self._kernels, self._tiles, self._format
+        if rows is None:
+            self._add_full(sections, NUM_SECTIONS["value_delta"])
+            return
+        last = rows[self.unit.rank]
+        scan = kernels.scan_values(values, last, tiles, fmt, BYTE_ESCAPE)
+        first = sections.num_sections
+        sections.sizes.append(kernels.change_sizes(scan, tiles, fmt.item_bytes))
+        sections.packs.append(
+            lambda room: kernels.pack_values(values, last, tiles, fmt, BYTE_ESCAPE, scan, _from(room, first))
+        )
+
+    def _add_full(self, sections: TileSections, num_sections: int) -> None:
+        sections.sizes.append(torch.zeros(num_sections, dtype=torch.int64, device=self._device))
+        sections.is_full = True
+
+    # reading
+
+    def read_blocks(self, received: TileReceived, exponents: torch.Tensor) -> None:
+        """One launch."""
+        self._kernels.put_blocks(received.payloads, self._tiles, exponents, received.damage)
+
+    def read_exponent_changes(self, received: TileReceived, exponents: torch.Tensor) -> None:
+        """One launch."""
+        self._kernels.apply_exponents(received.payloads, self._tiles, exponents, received.damage)
+
+    def merge(self, exponents: torch.Tensor, received: TileReceived, output: torch.Tensor) -> None:
+        """One launch."""
+        self._kernels.merge_rows(exponents, received.payloads, received.fixed_at, self._tiles, self._format, output)
+
+    def read_value_changes(self, received: TileReceived, rows: torch.Tensor, is_flat: bool) -> None:
+        """One launch."""
+        self._kernels.apply_values(received.payloads, self._tiles, self._format, BYTE_ESCAPE, rows, received.damage)
+
+    def copy_values(self, rows: torch.Tensor, output: torch.Tensor, is_flat: bool) -> None:
+        """One launch."""
+        self._kernels.copy_out(rows, self.unit.rank, self._tiles, output)
+
+
+def _from(room: SectionRoom, first: int) -> SectionRoom:
+    """The same room, for the unit whose sections begin at number `first`."""
+    return SectionRoom(room.arena, room.table, room.arena_at, first, room.sections_at)
+
+
+def _integers(values: torch.Tensor) -> torch.Tensor:
+    """Copies of floats may quiet signalling NaNs on some devices."""
+    return values.view(FORMATS[values.dtype].int_dtype)
+
+
+def units_by_codec(codecs: Sequence[str]) -> list[list[int]]:
+    """Numbers of the runs with the same codec, by codec, in the order in which codecs first come."""
+    numbers: dict[str, list[int]] = {}
+    for number, codec in enumerate(codecs):
+        numbers.setdefault(codec, []).append(number)
+    return list(numbers.values())
