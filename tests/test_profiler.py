@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_ciera import CieraMismatchError, CieraPolicy, CieraPolicyError, Profile, Profiler, fully_shard, stats
-from fsdp_ciera.codecs import CODECS
-from fsdp_ciera.gather.payload import TABLE_ENTRY_BYTES
+from fsdp_ciera.backends.host_coder import NUM_SECTIONS
 from fsdp_ciera.kernels.formats import FORMATS, FloatFormat
+from fsdp_ciera.kernels.heads import TABLE_ENTRY_BYTES
 from fsdp_ciera.kernels.reference import CHUNK_VALUES, split_planes
 from fsdp_ciera.policies.rates import BLOCK_SIZES, Rates
 from fsdp_ciera.profiling.counts import SHARD_CUTS, CountLayout, ShardCounter
@@ -477,7 +477,7 @@ def test_codecs_send_what_the_profile_says() -> None:
         bits = profile.series[-1].rates["expert_ffn"].codec_bits
         assert list(bits) == sorted(TRIED_CODECS)
         # section tables count with the groups that they belong to
-        table_bytes = 2 * CODECS[codec].num_sections * TABLE_ENTRY_BYTES
+        table_bytes = 2 * NUM_SECTIONS[codec] * TABLE_ENTRY_BYTES
         assert bits[codec] == 8 * (sent + second[codec][1] - table_bytes) / (128 * 512), codec
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_ciera import CieraPolicy, stats
-from fsdp_ciera.errors import CieraMismatchError, CieraPeerError, CieraPolicyError
+from fsdp_ciera.errors import CieraPeerError, CieraPolicyError
 from fsdp_ciera.gather.channel import Channel
 from fsdp_ciera.gather.topology import NODE_GROUPS, Cut, cut_of
 from fsdp_ciera.testing import run_ranks
@@ -86,8 +86,8 @@ def with_node_sizes(rank: int, world_size: int, sizes: list[str], policy: CieraP
 def test_ranks_that_disagree_about_nodes_all_hear_of_it() -> None:
     policy = CieraPolicy(topology="hierarchical")
     for name, text in run_ranks(with_node_sizes, 4, ["2", "2", "2", "1"], policy):
-        assert name == CieraMismatchError.__name__
-        assert "ranks per node: 2 on ranks [0, 1, 2]; 1 on ranks [3]" in text
+        assert name == CieraPolicyError.__name__
+        assert "LOCAL_WORLD_SIZE is 1 to 2 (0: not set) on the ranks: give CieraPolicy(ranks_per_node=...)" in text
 
 
 def test_nobody_knows_the_node_size() -> None:

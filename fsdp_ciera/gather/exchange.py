@@ -155,8 +155,9 @@ def _inside_node(
         for seen in told[:, 0].tolist():
             flags |= seen
     else:
-        for seen_on_device in told[:, 0]:  # as many as ranks of a node
-            channel.damage |= seen_on_device.to(torch.int32)
+        bits = torch.arange(Damage.FOREIGN.bit_length(), dtype=torch.int64, device=backend.device)
+        seen_by_any = (told[:, :1].bitwise_right_shift(bits) & 1).amax(0)
+        channel.damage |= seen_by_any.bitwise_left_shift(bits).sum().to(torch.int32)
     if not flags:
         with channel.stage("InNode"):
             by_column = columns[:, :shard_bytes].view(cut.ranks_per_node, cut.num_nodes, -1)

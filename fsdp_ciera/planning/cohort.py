@@ -115,7 +115,8 @@ class Cohort:
             self.placed_policy = replace(self.policy, ranks_per_node=size)
             return
         if self.policy.topology == "hierarchical":
-            check_node_size(self.policy if most == 0 else replace(self.policy, ranks_per_node=1))
+            if most == 0:
+                check_node_size(self.policy)
             raise CieraPolicyError(
                 f'topology="hierarchical" needs the same number of ranks on every node, but LOCAL_WORLD_SIZE is {-least:g} to '
                 f"{most:g} (0: not set) on the ranks: give CieraPolicy(ranks_per_node=...)"
@@ -261,7 +262,4 @@ def describe_groups(groups: Sequence[PlannedGroup], policy: CieraPolicy, backend
     for group in groups:
         module, names, sizes = param_names_and_sizes(group.param_group, gather_dtype(group.param_group))
         modules.append(f"{module}: {len(names)} parameters, {sum(sizes)} values")
-    fields = {**common_fields(modules[0].partition(":")[0], policy), "kernels": backend.name}
-    if policy.topology == "hierarchical":
-        fields["ranks per node"] = ranks_per_node_of(policy)
-    return {**fields, "groups": modules}
+    return {**common_fields(modules[0].partition(":")[0], policy), "kernels": backend.name, "groups": modules}

@@ -126,7 +126,9 @@ def _stage_seconds(
         settled = pair.settle(num_bytes)
         for channel in pair.channels:
             channel.codecs[0].prepare()
-        if num_bytes < pair.channels[0].raw_payload_bytes:
+        if pair.is_silent(num_bytes):
+            pair.decode_nothing(1, output)
+        elif num_bytes < pair.channels[0].raw_payload_bytes:
             payload = pair.take_payload(0, values)
             pair.decode(1, payload.expand(2, -1), output)
         else:
