@@ -121,7 +121,9 @@ def invalidate(model: nn.Module) -> None:
     """Drops all caches of `model`: the next gather of every group is a full one.
 
     Never needed for correctness (the encoder compares bytes, so `load_state_dict` and `param.data` writes are seen); it
-    frees memory, and clears doubt after an exception. One rank alone may call it: the others follow at the next gather.
+    frees memory, and clears doubt after an exception. One rank alone may call it: the others follow. On CPU the memory is
+    free at once. On CUDA this rank must first send what it has agreed on: the memory is free, and gathers are full ones,
+    from the next agreement on, which is the next forward pass or `settle_sizes`.
     """
     for comm in _comms(model):
         comm.invalidate()
@@ -131,12 +133,9 @@ def settle_sizes(model: nn.Module) -> int:
     """Agrees on the payloads of all groups of `model` at once, right now.
 
     Optional: the first gather of a forward pass does it by itself. Call it on all ranks after `optimizer.step()` where the wait
-    in_order = sorted(
-        process_groups.values(), key=lambda pg: (-pg.size(), dist.get_process_group_ranks(pg), pg.group_name)
-    )
-    are gathered now, are left out, and so are the backward gathers of `reshard_after_forward=<int>`. Weights may change
-    afterwards: on CPU the next gather notices, on all ranks, and sends the shards as they are; on CUDA the next pass agrees
-    once more.
+    for the slowest rank suits you better there. Groups that have not been gathered yet, or whose parameters are gathered now,
+    are left out, and so are the backward gathers of `reshard_after_forward=<int>`. Weights may change afterwards: on CPU the
+    next gather notices, on all ranks, and sends the shards as they are; on CUDA the next pass agrees once more.
 
     Returns the number of groups settled. Memory: the encoded changes of all groups until their first gather. Communication: one
     small all-reduce a process group. Raises on all ranks together as a gather does.

@@ -101,9 +101,6 @@ class CieraPolicy:
     """`"every"`: after each gather every rank checks a 64-bit checksum of what it decoded (one pass over the output
     and one small exchange). An int N: every Nth gather is repeated raw and compared bit for bit. `None`: neither."""
 
-    overlap: bool = True
-    """Whether stages may run beside the gather on CUDA. Without effect on CPU."""
-
     adapt_every: int | None = None
     """Renew the plan every so many optimizer steps, from rates measured in this run, with every codec on every shard. That
     costs one copy of the own shards for a step and the time of encoding them, and raw groups exchange headers too."""
@@ -129,8 +126,6 @@ class CieraPolicy:
             raise CieraPolicyError(f"block_size={self.block_size!r} must be a multiple of 8 from 64 to 4096")
         if self.verify is not None and self.verify != "every" and not (_is_int(self.verify) and self.verify >= 1):
             raise CieraPolicyError(f'verify={self.verify!r} must be None, "every" or an int of at least 1')
-        if not isinstance(self.overlap, bool):
-            raise CieraPolicyError(f"overlap={self.overlap!r} must be True or False")
         _check_choice("topology", self.topology, _TOPOLOGIES)
         if self.ranks_per_node is not None:
             if not _is_int(self.ranks_per_node) or self.ranks_per_node < 1:

@@ -204,9 +204,6 @@ class Ciera(Section):
     verify: Count | str | None = None
     """`"every"` or N: check what was decoded."""
 
-    overlap: bool | None = None
-    """Let stages run beside the gather on CUDA."""
-
     adapt_every: Count | None = None
     """Renew the plan every this many steps."""
 

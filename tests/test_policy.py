@@ -49,7 +49,6 @@ from tiny_moe import PAPERS_CODEC, Case, build
         ({"verify": 0}, 'verify=0 must be None, "every" or an int of at least 1'),
         ({"verify": "always"}, "verify='always'"),
         ({"topology": "ring"}, "topology has 'ring', which is not one of 'flat'"),
-        ({"overlap": 1}, "overlap=1 must be True or False"),
         ({"cache_budget": 0.0}, "cache_budget=0.0 as a float is a share of free memory"),
         ({"cache_budget": True}, "cache_budget=True must be None"),
         ({"adapt_every": 0}, "adapt_every=0 must be an int of at least 1"),

@@ -112,7 +112,7 @@ def test_override(tmp_path: Path, override: str, section: str, key: str, value: 
         ("model.attention=flash", 'model.attention: got "flash", allowed: one of "sdpa", "eager"'),
         ("ciera.policy=fast", 'ciera.policy: got "fast", allowed: one of "default", "paper", "none"'),
         ("ciera.policy=1", 'ciera.policy: got 1, allowed: one of "default", "paper", "none"'),
-        ("ciera.overlap=2020-01-01", "ciera.overlap: got 2020-01-01, allowed: true or false"),
+        ("data.shuffle=2020-01-01", "data.shuffle: got 2020-01-01, allowed: true or false"),
         ("parallel.reshard_after_forward=1", "parallel.reshard_after_forward: got 1, allowed: true or false or an "
          "integer of at least 2"),
         ("schedule.warmup_steps=101", "schedule.warmup_steps: got 101, allowed: at most train.steps = 100"),

@@ -23,7 +23,7 @@ def backend_of(device: torch.device) -> Backend:
     `CieraPolicyError` for kernels that are asked for and cannot run.
     """
     if device.type == "cuda" and not os.environ.get(VARIABLE):
-        reason = launch.why_not_available(device)
+        reason = _why_not_loaded(device)
         return CudaBackend(device, cuda) if reason is None else PlainBackend(device, reason)
     if device.type not in ("cpu", "cuda"):
         return PlainBackend(device, f"there are no kernels for {device.type}")
@@ -31,3 +31,14 @@ def backend_of(device: torch.device) -> Backend:
     if chosen == "cuda":
         return CudaBackend(device, cuda)
     return CpuBackend(device) if device.type == "cpu" else CudaBackend(device, reference_tiles)
+
+
+def _why_not_loaded(device: torch.device) -> str | None:
+    """Loads the kernels now, see [Note: Eager loading] in kernels/launch.py. -> why they cannot run there."""
+    reason = launch.why_not_available(device)
+    if reason is None:
+        try:
+            launch.kernel_module(device)
+        except launch.CieraKernelError as error:
+            return str(error)
+    return reason

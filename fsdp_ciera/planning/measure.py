@@ -73,17 +73,17 @@ def _gather_seconds(process_group: dist.ProcessGroup, num_bytes: int, backend: B
 
 
 def measure_costs(codecs: Sequence[str], dtype: torch.dtype, block_size: int, backend: Backend) -> dict[str, CodecCost]:
-    """The stages of each codec on this machine, for values of `dtype`. Cost: about 50 ms a codec, once in a process."""
+    """The stages of each codec on this machine, for values of `dtype`. A codec that
+    cannot run here costs nothing. Cost: about 50 ms a codec, once in a process."""
     keys = {codec: (backend.name, codec, dtype, block_size) for codec in codecs}
-    missing = [codec for codec in codecs if keys[codec] not in MEASURED_COSTS]
+    runs = {codec for codec in codecs if codec != "raw" and backend.supports(codec, dtype)}
+    missing = [codec for codec in codecs if codec in runs and keys[codec] not in MEASURED_COSTS]
     if missing:
         few, many = _sample(dtype, _FEW_VALUES), _sample(dtype, COST_VALUES)
         rates = _rates_of_sample(*many, block_size)
         for codec in missing:
-            is_free = codec == "raw" or not backend.supports(codec, dtype)
-            cost = CodecCost() if is_free else _measure_codec(codec, few, many, rates, block_size, backend)
-            MEASURED_COSTS[keys[codec]] = cost
-    return {codec: MEASURED_COSTS[keys[codec]] for codec in codecs}
+            MEASURED_COSTS[keys[codec]] = _measure_codec(codec, few, many, rates, block_size, backend)
+    return {codec: MEASURED_COSTS[keys[codec]] if codec in runs else CodecCost() for codec in codecs}
 
 
 def _measure_codec(
