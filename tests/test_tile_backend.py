@@ -30,6 +30,7 @@ from fsdp_ciera.kernels import cuda
 from fsdp_ciera.kernels.heads import HEAD_BYTES
 from fsdp_ciera.testing import run_ranks
 from loops import TILES, gather, make_loop
+from tiny_moe import recover
 
 VALUE_DELTA = CieraPolicy(codecs=("value_delta",))
 EXPONENT_BLOCK = CieraPolicy(codecs=("exponent_block",), block_size=64)
@@ -100,15 +101,6 @@ def wrong_values(model: nn.Module) -> int:
         gathered[name].bfloat16().view(torch.int16) != value.view(torch.int16) for name, value in expected.items()
     )
     return sum(int(difference.sum()) for difference in differences)
-
-
-def recover(model: nn.Module) -> None:
-    """What users do after an exception in a pass."""
-    if hasattr(model, "reset_iter_state"):  # torch 2.12 on
-        model.reset_iter_state()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def channels_of(model: nn.Module) -> list[Any]:

@@ -136,6 +136,15 @@ class Case:
     operations: tuple[str, ...] = ("train",) * 5
 
 
+def recover(model: nn.Module) -> None:
+    """What users do after an exception in a pass."""
+    if hasattr(model, "reset_iter_state"):  # torch 2.12 on
+        model.reset_iter_state()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def build(case: Case, policy: CieraPolicy | None) -> nn.Module:
     torch.manual_seed(1)
     model = TinyMoe(case).to(case.model_dtype)

@@ -23,12 +23,13 @@ from fsdp_ciera._compat import (
     names_are_known,
     next_process_group,
 )
+from fsdp_ciera.errors import CieraDecodeError
 from fsdp_ciera.gather.agreement import raise_failures, raise_other_gather
 from fsdp_ciera.gather.channel import STAGES, Changes, Channel, Settled
 from fsdp_ciera.gather.checks import check_against_raw, check_checksums, flag_checksums
 from fsdp_ciera.gather.exchange import COULD_NOT_DECODE, Delivered, deliver
 from fsdp_ciera.gather.layout import Layout
-from fsdp_ciera.kernels.heads import Damage
+from fsdp_ciera.kernels.heads import DAMAGE_MEANINGS, Damage
 from fsdp_ciera.policy import CieraPolicy
 from fsdp_ciera.statistics import CieraStats
 
@@ -232,7 +233,9 @@ class CieraAllGather(AllGather):
         channel.damage.zero_()
         if delivered.flags & Damage.FAILED:
             raise_failures(channel.where, delivered.failure, channel.process_group)
-        if delivered.flags & (Damage.OTHER_GATHER | Damage.FOREIGN):
+        if delivered.flags & Damage.FOREIGN:  # maybe here alone, so nothing can be asked of the others
+            raise CieraDecodeError(f"{channel.where}: {DAMAGE_MEANINGS[Damage.FOREIGN]}")
+        if delivered.flags & Damage.OTHER_GATHER:
             raise_other_gather(channel, sequence)
         assert delivered.failure is not None, delivered.flags
         raise delivered.failure
