@@ -348,7 +348,7 @@ APPLY = Case("apply", ("apply_values_bf16",), receive_case(TWO_TILES, "values", 
 
 def damaged(name: str) -> Case:
     """apply with one kind of damage."""
-    damage = Damages("values", 1).noticed[name]
+    damage = Damages(TWO_TILES, "values", 1).noticed[name]
     return Case(f"apply, {name}", APPLY.kernels, receive_case(TWO_TILES, "values", 0, damage=damage))
 
 
