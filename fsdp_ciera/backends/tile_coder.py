@@ -3,7 +3,7 @@
 values      offsets by tile, a bitmap of bitmaps in two levels, moves, literals
 exponents   the same without literals
 blocks      which blocks, offsets by 64 blocks, exponents
-symbols     the largest exponent of each tile, offsets by tile, and what is too far below; all others are nibbles, in the fixed part
+symbols     the largest exponent of each tile, offsets by tile, and what is too far below; nibbles in the fixed part
 
 Counts stay on the device: sections are counted first, and written when the table of all sections of the payload is known.
 """
