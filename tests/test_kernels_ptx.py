@@ -210,6 +210,7 @@ def quick_cases(kernel: str) -> list[Case]:
 MOST_ONE_SIDED = {
     **{f"pack_{kind}_{fmt.name}": 2 for kind in ("values", "exponents") for fmt in FLOATS},
     **{f"apply_values_{fmt.name}": 2 for fmt in FLOATS},
+    **{f"merge_symbols_{fmt.name}": 1 for fmt in FLOATS},
     "apply_exponents": 2, "put_blocks": 2, "copy_out_16": 1, "copy_out_32": 1, "checksum": 12,
 }  # fmt: skip
 # The 64-bit division in checksum, for rows of more than 2**35 bytes; test_positions_beyond_32_bits runs it.

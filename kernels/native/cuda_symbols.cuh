@@ -152,7 +152,7 @@ __device__ __forceinline__ void merge_symbols(const Payloads& payloads, const u8
   for (int i = 0; i < kOctet; i++) {
     exponents[i] = far >> 4 * i & 1 ? *escapes++ : (u8)(top_exponent - (octet >> 4 * i & kFar));
   }
-  merge_octet<F>(exponents, low, top, tile, first, out);
+  merge_octet<F>(exponents, low, top, tile, first, left, out);
 }
 
 }  // namespace ciera
