@@ -408,7 +408,7 @@ REPORTS = [
     (
         "address",
         "trust in symbols",
-        damaged("section 3 ends far behind", MERGE_SYMBOLS, "symbols"),
+        damaged("all offsets are 2**30 more", MERGE_SYMBOLS, "symbols"),
         r"AddressSanitizer[\s\S]*READ",
     ),
     ("thread", "one array of symbols", SCAN_SYMBOLS, r"data race"),
