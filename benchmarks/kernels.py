@@ -9,14 +9,15 @@ and write, whatever the kernel does beyond that; the copy counts both its reads 
     values, out     all of them once, 2 bytes each for bf16
     planes          exponents, and signs with mantissas: together as much as the values
     bitmap          a bit for each value
-    changes         a byte for each move, and each literal and each changed value of the cache
+    changes         a byte for each move, and each literal; of `apply` each changed value of the cache too
     octets          on CUDA: the eight values around each change, which are read and written together
+    nibbles         on CUDA: exponents as symbols, half a byte for each value; tops and escapes are what is beside them
 
 On CUDA launches are queued behind a kernel that sleeps, and timed by events on the device, so that no time of the host is in
 it; a batch goes round buffers that together are larger than twice the L2 cache. The functions are the tile kernels
-(kernels/cuda.py), of one peer and one run, sums and sizes included: `find` is scan, change_sizes, section_table and pack. On
-CPU times are the process's CPU seconds (with --threads other than 1, wall time), each case in turn with the copy; buffers
-smaller than the CPU's caches stay there. All are medians.
+(kernels/cuda.py), of one peer and one run, sums and sizes included: `find` is scan, change_sizes, section_table and pack,
+`scan symbols` the same of symbols. On CPU times are the process's CPU seconds (with --threads other than 1, wall time), each
+case in turn with the copy; buffers smaller than the CPU's caches stay there. All are medians.
 
 Values are normal numbers, a share of which changed between two gathers, most by one unit in the last place; kernels go forth
 and back between both. --reference times the torch reference too; on CUDA that waits for the device, as it must.
@@ -267,7 +268,7 @@ class Changing:
         self._kernels, self._fmt = kernels, fmt
         self.states = (before, after)
         self.last = before.clone()
-        self.out = torch.empty(0, dtype=fmt.dtype, device=before.device)
+        self.out = torch.empty_like(before)
         self.turn = 0
         self.found = [
             kernels.find_changes(now, last.clone(), fmt, Form()) for now, last in ((before, after), (after, before))
@@ -275,7 +276,8 @@ class Changing:
 
     def find(self) -> None:
         self.turn += 1
-        self._kernels.find_changes(self.states[self.turn % 2], self.last, self._fmt, Form())
+        now = self.turn % 2
+        self.found[now] = self._kernels.find_changes(self.states[now], self.states[1 - now], self._fmt, Form())
 
     def apply(self) -> None:
         self.turn += 1
@@ -284,10 +286,17 @@ class Changing:
         received = Received(Form(), found.changed, None, found.small_moves, found.moves, found.literals)
         self._kernels.apply_changes(self.last, self._fmt, received, self.out)
 
+    def has_found(self) -> bool:
+        """Whether what the last call of find found leads from one state to the other."""
+        self.last = self.states[1 - self.turn % 2].clone()
+        self.turn -= 1
+        self.apply()
+        return self.is_right()
+
     def is_right(self) -> bool:
-        """Whether the cache, and what was written out, are what the last call should have made of them."""
+        """Whether the cache, and what was written out, are what the last call of apply should have made of them."""
         now = self.states[self.turn % 2]
-        return same_bits(self.last, now) and (not len(self.out) or same_bits(self.out, now))
+        return same_bits(self.last, now) and same_bits(self.out, now)
 
 
 def scan_cases(kernels: Kernels, fmt: FloatFormat, values: torch.Tensor, timer: Timer) -> Iterator[Case]:
@@ -308,13 +317,13 @@ def change_cases(kernels: Kernels, fmt: FloatFormat, values: torch.Tensor, timer
         sets = [Changing(kernels, fmt, values.clone(), after.clone()) for _ in range(num_sets)]
         del after
         found = sets[0].found[1]
-        change_bytes = len(found.moves) + found.literals.nbytes + len(found.moves) * fmt.item_bytes
-        num_bytes = 2 * value_bytes + bitmap_bytes + change_bytes
+        num_bytes = 2 * value_bytes + bitmap_bytes + len(found.moves) + found.literals.nbytes
         calls: list[Call] = [one.find for one in sets]
-        yield Case("find", share, "2 x values, bitmap, changes", num_bytes, calls, sets[0].is_right)
+        yield Case("find", share, "2 x values, bitmap, changes", num_bytes, calls, sets[0].has_found)
         for one in sets:
-            one.out = torch.empty_like(one.last)
+            one.last = one.states[one.turn % 2].clone()
         calls = [one.apply for one in sets]
+        num_bytes += len(found.moves) * fmt.item_bytes
         yield Case("apply", share, "values, out, bitmap, changes", num_bytes, calls, sets[0].is_right)
 
 
@@ -328,7 +337,7 @@ def host_cases(kernels: Kernels, fmt: FloatFormat, values: torch.Tensor, timer: 
 
 
 def tile_cases(kernels: TileKernels, fmt: FloatFormat, values: torch.Tensor, timer: Timer) -> Iterator[Case]:
-    """Of the kernels that work on all runs of all peers. Names are those of `host_cases`."""
+    """Of the kernels that work on all runs of all peers. Names are those of `host_cases`, and three of symbols behind them."""
     num_values, value_bytes, device = len(values), values.nbytes, values.device
     tiles = make_tiles([(0, num_values)], device, block_size=BLOCK_SIZE)
     sets = [values.clone() for _ in range(timer.num_sets(value_bytes))]
@@ -366,6 +375,69 @@ def tile_cases(kernels: TileKernels, fmt: FloatFormat, values: torch.Tensor, tim
         yield Case(
             "apply", share, "bitmap, changes, octets", sent_bytes + octet_bytes, applies, changing[0].has_applied
         )
+
+    nibble_bytes, sent_bytes = (
+        packed_bytes(num_values, 4),
+        fmt.remainder_bytes(num_values) + packed_bytes(num_values, 4),
+    )
+    symbols = [SentSymbols(kernels, tiles, fmt, own) for own in sets[: timer.num_sets(value_bytes + sent_bytes)]]
+    side_bytes = symbols[0].side_bytes()
+    scanned: list[Call] = [one.scan for one in symbols]
+    put: list[Call] = [one.put for one in symbols]
+    merged: list[Call] = [one.merge for one in symbols]
+    is_right = symbols[0].is_right
+    yield Case("scan symbols", None, "values, tops, escapes", value_bytes + side_bytes, scanned, is_right)
+    yield Case("put nibbles", None, "values, nibbles", value_bytes + nibble_bytes, put, is_right)
+    counted = "planes, nibbles, tops, escapes, out"
+    yield Case("merge symbols", None, counted, value_bytes + sent_bytes + side_bytes, merged, is_right)
+
+
+class SentSymbols:
+    """A payload of one rank with exponents as symbols."""
+
+    TABLE_BYTES = 24
+
+    def __init__(self, kernels: TileKernels, tiles: Tiles, fmt: FloatFormat, values: torch.Tensor) -> None:
+        self._kernels, self._tiles, self._fmt, self._values = kernels, tiles, fmt, values
+        num_values, device = tiles.num_plane_values, values.device
+        self._sizes = (num_values * fmt.low_bytes, packed_bytes(num_values, fmt.top_bits), num_values // 2)
+        self._sections_at = -(-(self.TABLE_BYTES + sum(self._sizes)) // 16) * 16
+        num_bytes = self._sections_at + 8 * tiles.num_tiles + num_values + 64 & ~15
+        self._data = torch.zeros(1, num_bytes, dtype=torch.uint8, device=device)
+        self._row_ok = torch.ones(1, dtype=torch.int32, device=device)
+        self._damage = torch.zeros(1, dtype=torch.int32, device=device)
+        self._out = torch.zeros_like(values)
+        low, top, self._nibbles = self._data[0, self.TABLE_BYTES :][: sum(self._sizes)].split(self._sizes)
+        kernels.split_tiles(values, tiles, fmt, low, top if fmt.top_bits else None, None)
+        self.scan()
+        self.put()
+        self.merge()
+
+    def scan(self) -> None:
+        kernels, values, tiles, fmt = self._kernels, self._values, self._tiles, self._fmt
+        found = kernels.scan_symbols(values, tiles, fmt)
+        self._tops = found.tops
+        table = kernels.section_table(kernels.symbol_sizes(found, tiles), self._sections_at, TILES)
+        self._data[0, : self.TABLE_BYTES].copy_(table.view(torch.uint8))
+        room = SectionRoom(self._data[0, self._sections_at :], table, self._sections_at, 0)
+        kernels.pack_symbols(values, tiles, fmt, found, room)
+
+    def put(self) -> None:
+        self._kernels.put_nibbles(self._values, self._tiles, self._fmt, self._tops, self._nibbles)
+
+    def merge(self) -> None:
+        payloads = Payloads(self._data, 1, self._row_ok, 0, self._sections_at, 0)
+        self._kernels.merge_symbols(payloads, self.TABLE_BYTES, self._tiles, self._fmt, self._out[None], self._damage)
+
+    def side_bytes(self) -> int:
+        """Of the sections."""
+        return (int(self._data[0, 16:24].view(torch.int64)) & (1 << 56) - 1) - self._sections_at
+
+    def is_right(self) -> bool:
+        """Whether what is in the payload gives the values."""
+        self._out.zero_()
+        self.merge()
+        return same_bits(self._out, self._values) and not self._damage.item()
 
 
 class SentPlanes:
@@ -474,7 +546,8 @@ def measure(
             implementations["reference"] = partial(host_cases, reference)
     rates: list[Rate] = []
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    num_cases = (5 + 2 * len(SHARES)) * len(sizes_mib) * len(implementations)
+    num_of_symbols = 3 * (chosen_for(device) == "cuda")
+    num_cases = (5 + 2 * len(SHARES) + num_of_symbols) * len(sizes_mib) * len(implementations)
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=num_cases)
         for mib in sizes_mib:

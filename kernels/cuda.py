@@ -3,8 +3,9 @@
 No function here waits for the device or copies to or from it, and how many launches one makes depends neither on the number
 of peers nor on that of runs. Counts stay on the device; what is wrong with payloads is said by bits of a flag there.
 
-    sender      scan -> change_sizes -> section_table -> pack, for values or exponents; hash -> block_sizes -> ... for blocks
-    receiver    check_heads -> apply, or put, then merge
+    sender      scan -> change_sizes -> section_table -> pack, for values or exponents; hash -> block_sizes -> ... for blocks;
+                scan -> symbol_sizes -> ..., and put_nibbles, for symbols
+    receiver    check_heads -> apply, or put, then merge; for symbols merge alone
 
 What the functions do is said in tiles.py, and in reference_tiles.py with worked examples.
 """
@@ -18,7 +19,16 @@ from fsdp_ciera.kernels.changes import BYTE_ESCAPE
 from fsdp_ciera.kernels.formats import FloatFormat, packed_bytes
 from fsdp_ciera.kernels.heads import ALIGNMENT, CODING_SHIFT, HEAD_BYTES
 from fsdp_ciera.kernels.launch import Argument
-from fsdp_ciera.kernels.tiles import GROUP_BLOCKS, PLANE_PADDING, TILE_BYTES, Payloads, Scan, SectionRoom, Tiles
+from fsdp_ciera.kernels.tiles import (
+    GROUP_BLOCKS,
+    PLANE_PADDING,
+    TILE_BYTES,
+    Payloads,
+    Scan,
+    SectionRoom,
+    SymbolScan,
+    Tiles,
+)
 
 NUM_THREADS = 256
 """Of a CTA; kThreads of native/cta.cuh."""
@@ -234,6 +244,71 @@ def copy_out(rows: torch.Tensor, own: int, tiles: Tiles, out: torch.Tensor) -> N
     _launch(
         f"copy_out_{8 * rows.element_size()}", (tiles.num_tiles, num_peers), rows, rows.stride(0), own, tiles.table, out,
         out.stride(0),
+    )  # fmt: skip
+
+
+# ---- symbols
+
+
+def scan_symbols(values: torch.Tensor, tiles: Tiles, fmt: FloatFormat) -> SymbolScan:
+    """See TileKernels. Reads the values once."""
+    _check_flat(values, tiles, fmt)
+    tops = _room((tiles.num_tiles,), torch.uint8, values.device)
+    counts = torch.zeros(tiles.num_tiles + 1, dtype=torch.int64, device=values.device)
+    _launch(f"scan_symbols_{fmt.name}", (tiles.num_tiles, 1), values, tiles.table, tops, counts)
+    return SymbolScan(tops, counts.cumsum(0))
+
+
+def symbol_sizes(scan: SymbolScan, tiles: Tiles) -> torch.Tensor:
+    """See TileKernels."""
+    sizes = torch.empty(3, dtype=torch.int64, device=scan.up_to.device)
+    sizes[0].fill_(4 * (tiles.num_tiles + 1))
+    sizes[1].fill_(tiles.num_tiles)
+    sizes[2:].copy_(scan.up_to[-1:])
+    return sizes
+
+
+def pack_symbols(values: torch.Tensor, tiles: Tiles, fmt: FloatFormat, scan: SymbolScan, sections: SectionRoom) -> None:
+    """See TileKernels. Reads tiles that have escapes only."""
+    _check_flat(values, tiles, fmt)
+    _check_tops(scan.tops, tiles)
+    assert len(scan.up_to) == tiles.num_tiles + 1 and scan.up_to.is_contiguous()
+    _launch(
+        f"pack_symbols_{fmt.name}", (tiles.num_tiles, 1), values, tiles.table, tiles.num_tiles, scan.tops, scan.up_to,
+        *_room_args(sections),
+    )  # fmt: skip
+
+
+def _check_tops(tops: torch.Tensor, tiles: Tiles) -> None:
+    assert tops.dtype == torch.uint8 and len(tops) == tiles.num_tiles and tops.is_contiguous(), (tops.dtype, tops.shape)
+
+
+def put_nibbles(
+    values: torch.Tensor, tiles: Tiles, fmt: FloatFormat, tops: torch.Tensor, nibbles: torch.Tensor
+) -> None:
+    """See TileKernels. Reads the values once."""
+    _check_flat(values, tiles, fmt)
+    _check_tops(tops, tiles)
+    assert nibbles.dtype == torch.uint8 and nibbles.is_contiguous(), nibbles.dtype
+    assert len(nibbles) >= tiles.num_plane_values // 2, (len(nibbles), tiles.num_plane_values)
+    _launch(
+        f"put_nibbles_{fmt.name}", (tiles.num_tiles, 1), values, tiles.table, tiles.num_tiles, tiles.num_plane_values,
+        tops, nibbles,
+    )  # fmt: skip
+
+
+def merge_symbols(
+    payloads: Payloads, fixed_at: int, tiles: Tiles, fmt: FloatFormat, out: torch.Tensor, damage: torch.Tensor
+) -> None:
+    """See TileKernels."""
+    top_at = fixed_at + tiles.num_plane_values * fmt.low_bytes
+    nibbles_at = top_at + packed_bytes(tiles.num_plane_values, fmt.top_bits)
+    assert nibbles_at + tiles.num_plane_values // 2 <= payloads.data.shape[1]
+    assert out.dtype == fmt.dtype and payloads.has_table_of(3)
+    _check_rows(out, len(payloads.data), tiles.num_flat_values)
+    _launch(
+        f"merge_symbols_{fmt.name}", (tiles.num_tiles, payloads.num_peers), *_payload_args(payloads), fixed_at, top_at,
+        nibbles_at, tiles.table, tiles.num_tiles, out, out.stride(0), damage,
     )  # fmt: skip
 
 

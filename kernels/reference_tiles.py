@@ -16,7 +16,7 @@ The codings of a unit:
     symbols    OFFSETS   u32 [num_tiles + 1]: how many escapes the tiles before each have
                TOPS      a byte for each tile: its largest exponent
                ESCAPES   exponents that are 15 or more below, a byte each
-               and NIBBLES in the fixed part, half a byte for each value: how far its exponent is below the top of its tile, or 15
+               and NIBBLES in the fixed part, half a byte a value: how far its exponent is below the top of its tile, or 15
 
 All sections of a unit in which nothing changed are empty; those of symbols never are.
 
@@ -28,8 +28,8 @@ and 0b10: not 0 are the first and third byte of the one, and the first of the ot
 Worked example, blocks: of three blocks of 8 exponents the second and third changed. BITS is 0b110, OFFSETS 0, 2, EXPONENTS has
 16 bytes.
 
-Worked example, symbols: bf16, the run (0, 3) of 1.0, -0.25 and 0.0 has exponents 127, 125 and 0. TOPS is 127, NIBBLES 0x20, 0x0F
-and 30 zeros, since runs are padded to 64 values; ESCAPES 0, OFFSETS 0, 1.
+Worked example, symbols: bf16, the run (0, 3) of 1.0, -0.25 and 0.0 has exponents 127, 125 and 0. TOPS is 127, NIBBLES 0x20,
+0x0F and 30 zeros, since runs are padded to 64 values; ESCAPES 0, OFFSETS 0, 1.
 """
 
 from __future__ import annotations

@@ -23,7 +23,17 @@ from fsdp_ciera.kernels import cuda, reference
 from fsdp_ciera.kernels import reference_tiles as expected
 from fsdp_ciera.kernels.formats import FORMATS, FloatFormat, packed_bytes
 from fsdp_ciera.kernels.heads import ALIGNMENT, BROKEN_PROMISE, FAILED, HEAD, HEAD_BYTES, TILES, Damage
-from fsdp_ciera.kernels.tiles import Payloads, Scan, SectionRoom, TileKernels, Tiles, make_tiles
+from fsdp_ciera.kernels.tiles import (
+    CTA_VALUES,
+    FAR,
+    Payloads,
+    Scan,
+    SectionRoom,
+    SymbolScan,
+    TileKernels,
+    Tiles,
+    make_tiles,
+)
 
 OCTET, WARP_VALUES, THREADS = 8, 256, 256
 FLOATS = list(FORMATS.values())
@@ -258,6 +268,19 @@ def nonzero_values(fmt: FloatFormat | None, num_values: int) -> torch.Tensor:
     return tensor_of(patterns | patterns.dtype.type(1 | (1 << fmt.mantissa_bits if fmt else 0)), fmt)
 
 
+def symbol_values(fmt: FloatFormat, num_values: int, seed: int = 0, most_below: int = 255) -> torch.Tensor:
+    """Exponents around `FAR` below one of several tops, at most `most_below`; signs and mantissas by chance."""
+    generator = np.random.default_rng([seed, num_values, most_below])
+    most = (1 << fmt.exponent_bits) - 1
+    tops = np.array([most, most // 2 + 1, FAR + 2, 3] if most_below > FAR else [FAR + 2])
+    below = generator.choice([0, 1, 7, FAR - 2, FAR - 1, FAR, FAR + 1, 40], num_values)
+    exponents = np.maximum(0, tops[np.arange(num_values) // 700 % len(tops)] - np.minimum(below, most_below))
+    rest = words(some_values(fmt, num_values, seed)) & word_dtype(fmt).type(
+        ~(most << fmt.mantissa_bits) % (2 << fmt.sign_bit)
+    )
+    return tensor_of(rest | (exponents << fmt.mantissa_bits).astype(word_dtype(fmt)), fmt)
+
+
 def all_values(fmt: FloatFormat | None) -> torch.Tensor:
     """Every bit pattern of 8 or 16 bits, once."""
     return tensor_of(np.arange(1 << 8 * word_dtype(fmt).itemsize).astype(word_dtype(fmt)), fmt)
@@ -356,7 +379,7 @@ def words_of(values: torch.Tensor) -> torch.Tensor:
     return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
 
 
-NUM_SECTIONS = {"values": 5, "exponents": 4, "blocks": 3}
+NUM_SECTIONS = {"values": 5, "exponents": 4, "blocks": 3, "symbols": 3}
 
 
 class Encoded:
@@ -369,6 +392,9 @@ class Encoded:
             last_hashes, _ = kernels.hash_blocks(self.last, tiles, fmt, None)
             _, self.changed = kernels.hash_blocks(self.fresh, tiles, fmt, last_hashes)
             self.sizes, self.ranks = kernels.block_sizes(self.changed, tiles)
+        elif kind == "symbols":
+            self.symbols = kernels.scan_symbols(self.fresh, tiles, fmt)
+            self.sizes = kernels.symbol_sizes(self.symbols, tiles)
         elif kind == "exponents":
             self.scan = kernels.scan_exponents(self.fresh, self.last, tiles, fmt)
             self.sizes = kernels.change_sizes(self.scan, tiles, 0)
@@ -382,6 +408,10 @@ class Encoded:
         if self.kind == "blocks":
             kernels.pack_blocks(put(self.fresh), tiles, fmt, put(self.changed), put(self.ranks), room)
             return
+        if self.kind == "symbols":
+            found = SymbolScan(put(self.symbols.tops), put(self.symbols.up_to))
+            kernels.pack_symbols(put(self.fresh), tiles, fmt, found, room)
+            return
         scan = Scan(put(self.scan.bits), put(self.scan.up_to))
         if self.kind == "exponents":
             kernels.pack_exponents(put(self.fresh), put(self.last), tiles, fmt, scan, room)
@@ -392,12 +422,19 @@ class Encoded:
 def remembered(unit: Unit, kind: str, rank: int) -> torch.Tensor:
     """What `Encoded` calls last."""
     last = unit.last[rank]
-    return {"values": unit.state, "exponents": unit.exponents, "blocks": torch.Tensor.clone}[kind](last)
+    keep = {
+        "values": unit.state,
+        "exponents": unit.exponents,
+        "blocks": torch.Tensor.clone,
+        "symbols": torch.Tensor.clone,
+    }
+    return keep[kind](last)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a unit is in payloads: behind a section of 13 bytes or first, and before one of 7 bytes."""
+    """Where a unit is in payloads: behind a section of 13 bytes or first, and before one of 7 bytes. Planes, where symbols have
+    them, are the last bytes of the fixed part."""
 
     kind: str
     first: int = 1
@@ -421,6 +458,20 @@ class Layout:
 
     def end(self, table: torch.Tensor) -> int:
         return int(table[-1]) & (1 << 56) - 1
+
+
+def layout_of(unit: Unit, kind: str, first: int = 1, alignment: str = "16") -> Layout:
+    """With room for the planes of symbols, at any byte. They have no better alignment than 8."""
+    if kind != "symbols":
+        return Layout(kind, first)
+    lead = {"16": 0, "8": 4, "odd": 3, "mixed": 18}[alignment]
+    return Layout(kind, first, lead + sum(symbol_plane_bytes(unit)))
+
+
+def symbol_plane_bytes(unit: Unit) -> tuple[int, int, int]:
+    """Of the planes low, top and nibbles."""
+    num_values, fmt = unit.tiles.num_plane_values, unit.fmt
+    return num_values * fmt.low_bytes, packed_bytes(num_values, fmt.top_bits), num_values // 2
 
 
 def encoded(unit: Unit, kind: str, rank: int) -> Encoded:
@@ -449,6 +500,11 @@ def payload_of(unit: Unit, layout: Layout, rank: int) -> torch.Tensor:
     table = layout.table(found.sizes)
     payload = torch.full((layout.end(table),), 0x77, dtype=torch.uint8)
     payload[HEAD_BYTES : HEAD_BYTES + 8 * len(table)] = table.view(torch.uint8)
+    if layout.kind == "symbols":
+        sizes = symbol_plane_bytes(unit)
+        low, top, nibbles = payload[layout.sections_at - sum(sizes) : layout.sections_at].split(sizes)
+        expected.split_tiles(found.fresh, unit.tiles, unit.fmt, low, top if unit.fmt.top_bits else None, None)
+        expected.put_nibbles(found.fresh, unit.tiles, unit.fmt, found.symbols.tops, nibbles)
     arena = torch.full((layout.end(table) - layout.arena_at,), 0x77, dtype=torch.uint8)
     found.pack(expected, SectionRoom(arena, table, layout.arena_at, layout.first), unit.tiles)
     payload[layout.arena_at :] = arena
@@ -490,6 +546,29 @@ def scan_case(unit: Unit, kind: str, alignment: str = "16") -> Callable[[Executo
     return run
 
 
+def scan_symbols_case(unit: Unit, alignment: str = "16") -> Callable[[Executor], None]:
+    def run(executor: Executor) -> None:
+        buffers, wanted = Buffers(executor, alignment), encoded(unit, "symbols", 0)
+        found = cuda.scan_symbols(buffers.put(wanted.fresh), buffers.tiles(unit.tiles), unit.fmt)
+        buffers.expect(found.tops, wanted.symbols.tops, "tops")
+        buffers.expect(found.up_to, wanted.symbols.up_to, "up_to")
+        buffers.expect(cuda.symbol_sizes(found, unit.tiles), wanted.sizes, "sizes")
+
+    return run
+
+
+def nibbles_case(unit: Unit, alignment: str = "16") -> Callable[[Executor], None]:
+    def run(executor: Executor) -> None:
+        buffers, fresh = Buffers(executor, alignment), unit.fresh[0]
+        tops, room = encoded(unit, "symbols", 0).symbols.tops, buffers.room(symbol_plane_bytes(unit)[2])
+        cuda.put_nibbles(buffers.put(fresh), buffers.tiles(unit.tiles), unit.fmt, buffers.put(tops), room)
+        buffers.expect_filled(
+            room, lambda flat: expected.put_nibbles(fresh, unit.tiles, unit.fmt, tops, flat), "nibbles"
+        )
+
+    return run
+
+
 def pack_case(
     unit: Unit, kind: str, alignment: str = "16", first: int = 1, missing: int = 0, arena_at: int | None = None
 ) -> Callable[[Executor], None]:
@@ -497,7 +576,7 @@ def pack_case(
     arena_at: another byte of the payload than that of the first section."""
 
     def run(executor: Executor) -> None:
-        buffers, layout = Buffers(executor, alignment), Layout(kind, first)
+        buffers, layout = Buffers(executor, alignment), layout_of(unit, kind, first)
         wanted = encoded(unit, kind, 0)
         table = layout.table(wanted.sizes)
         at = layout.arena_at if arena_at is None else arena_at
@@ -533,12 +612,14 @@ def receive_case(
     makes of it. must_tell: that it is noticed."""
 
     def run(executor: Executor) -> None:
-        buffers, layout = Buffers(executor, alignment), Layout(kind, first)
+        buffers, layout = Buffers(executor, alignment), layout_of(unit, kind, first, alignment)
         payloads = sent_payloads(unit, layout, own)
         if damage is not None:
             payloads = damage(payloads)
         peers = peers_of(unit.world_size, own)
-        if kind == "values":
+        if kind == "symbols":
+            before, after = torch.stack(unit.last), torch.stack(unit.fresh)
+        elif kind == "values":
             before = torch.stack([unit.state(last) for last in unit.last])
             after = torch.stack([unit.state(fresh) for fresh in unit.fresh])
         else:
@@ -570,7 +651,11 @@ def receive(
     rows: torch.Tensor,
     damage: torch.Tensor,
 ) -> None:
-    if kind == "values":
+    """Into states; for symbols, which have none, into shards."""
+    if kind == "symbols":
+        fixed_at = payloads.sections_at - sum(symbol_plane_bytes(unit))
+        kernels.merge_symbols(payloads, fixed_at, tiles, unit.fmt, rows, damage)
+    elif kind == "values":
         kernels.apply_values(payloads, tiles, unit.fmt, unit.escape, rows, damage)
     elif kind == "exponents":
         kernels.apply_exponents(payloads, tiles, rows, damage)
@@ -580,10 +665,12 @@ def receive(
 
 def check_rows(unit: Unit, kind: str, rows: torch.Tensor, fresh: torch.Tensor, own: int) -> None:
     """The reference itself: rows have what was sent, in all places of the runs."""
-    ranks = range(unit.world_size) if kind == "values" else peers_of(unit.world_size, own)
+    has_own = kind in ("values", "symbols")
+    ranks = range(unit.world_size) if has_own else peers_of(unit.world_size, own)
     for row, wanted, rank in zip(rows, fresh, ranks, strict=True):
-        for _, at, _, count in unit.tiles.table.tolist():
-            if kind != "values" or rank != own:
+        for start, in_state, _, count in unit.tiles.table.tolist():
+            at = start if kind == "symbols" else in_state
+            if not has_own or rank != own:
                 compare(row[at : at + count], wanted[at : at + count], f"the reference's row of rank {rank}")
 
 
@@ -637,13 +724,17 @@ class Damages:
     """What may happen to the payload of a rank, by name. It has a unit of several tiles (or groups of blocks), in all of which
     something changed. `noticed`: what must be; the others may only lead to other values."""
 
-    def __init__(self, kind: str, rank: int, first: int = 1) -> None:
-        self.rank, self.layout = rank, Layout(kind, first)
+    def __init__(self, unit: Unit, kind: str, rank: int, first: int = 1) -> None:
+        self.rank, self.layout = rank, layout_of(unit, kind, first)
+        self._num_nibble_bytes = symbol_plane_bytes(unit)[2]
         self.noticed: dict[str, Damaging] = {}
         self.others: dict[str, Damaging] = {}
         self._of_the_table()
         self._of_offsets()
-        self._of_bits()
+        if kind == "symbols":
+            self._of_symbols()
+        else:
+            self._of_bits()
         self._of_everything()
 
     def _add(self, name: str, change: Change, is_noticed: bool = True) -> None:
@@ -669,11 +760,15 @@ class Damages:
         table = slice(HEAD_BYTES, HEAD_BYTES + 8 * self.layout.num_sections)
         self._add("all sections end far behind", lambda payload: payload[table].fill_(TILES))
         self._add("all sections are far behind", lambda payload: payload[table].view(torch.int64).add_(1 << 40))
-        self._add("all sections are empty", lambda payload: payload[table].view(torch.int64).fill_(TILES << 56), False)
+        self._add(
+            "all sections are empty",
+            lambda payload: payload[table].view(torch.int64).fill_(TILES << 56),
+            self.layout.kind == "symbols",
+        )
 
     def _of_offsets(self) -> None:
         kind = self.layout.kind
-        section, columns = (1, 1) if kind == "blocks" else (0, 3)
+        section, columns = {"blocks": (1, 1), "symbols": (0, 1)}.get(kind, (0, 3))
 
         def at(row: int, column: int, change: Change) -> Change:
             return self._in_section(
@@ -707,6 +802,21 @@ class Damages:
             self._add("no move is an escape", self._in_section(3, lambda raw: raw.fill_(1)))
             self._add("literals are others", self._in_section(4, lambda raw: raw.bitwise_xor_(255)), False)
 
+    def _of_symbols(self) -> None:
+        end = self.layout.sections_at
+        nibbles = slice(end - self._num_nibble_bytes, end)
+
+        def in_nibbles(change: Change) -> Change:
+            return lambda payload: change(payload[nibbles])
+
+        self._add("a nibble more is far", in_nibbles(set_lowest_clear_nibble))
+        self._add("no nibble is far", in_nibbles(lambda raw: raw.bitwise_and_(0x77)))
+        self._add("all nibbles are far", in_nibbles(lambda raw: raw.fill_(255)))
+        self._add("all nibbles are 0", in_nibbles(lambda raw: raw.fill_(0)))
+        self._add("tops are others", self._in_section(1, lambda raw: raw.bitwise_xor_(255)), False)
+        self._add("tops are 0", self._in_section(1, lambda raw: raw.fill_(0)), False)
+        self._add("escapes are others", self._in_section(2, lambda raw: raw.bitwise_xor_(255)), False)
+
     def _of_everything(self) -> None:
         layout = self.layout
         for seed in range(3):
@@ -725,6 +835,12 @@ def set_lowest_clear_bit(section: torch.Tensor) -> None:
     """In the first byte that has one."""
     place = int((section != 255).nonzero()[0])
     section[place] |= ~section[place] & (section[place] + 1)
+
+
+def set_lowest_clear_nibble(section: torch.Tensor) -> None:
+    """In the first byte whose lower half is not `FAR`."""
+    place = int((section % 16 != FAR).nonzero()[0])
+    section[place] |= FAR
 
 
 def noise(section: torch.Tensor, seed: int) -> None:
@@ -1055,13 +1171,13 @@ QUICK_DAMAGE = {
     "second offset 1 is one more", "second offset 2 is one more", "last offset 0 is one more", "last offset 1 is one more",
     "first offset 0 is one more", "all sections are empty", "a bit more is set", "bits are cleared",
     "a byte of level 2 has all bits", "all moves are escapes", "a row is not ok", "nearly all is missing",
-    "second offset 0 is the largest",
+    "second offset 0 is the largest", "section 2 ends a byte later", "section 3 ends a byte later", "a nibble more is far",
 }  # fmt: skip
 
 
 def damaged_cases(unit: Unit, kind: str, kernel: str) -> Iterator[Case]:
     for first in (0, 1):
-        damages = Damages(kind, 2, first)
+        damages = Damages(unit, kind, 2, first)
         for name, damage in (damages.noticed | damages.others).items():
             must_tell = name in damages.noticed
             run = receive_case(unit, kind, 0, first=first, damage=damage, must_tell=must_tell)
@@ -1187,6 +1303,66 @@ def put_cases() -> Iterator[Case]:
     yield from damaged_cases(unit, "blocks", "put_blocks")
 
 
+def symbol_cases() -> Iterator[Case]:
+    for fmt in FLOATS:
+        yield from symbol_cases_of(fmt)
+
+
+def symbol_cases_of(fmt: FloatFormat) -> Iterator[Case]:
+    kernels = tuple(
+        (f"{kernel}_{fmt.name}",) for kernel in ("scan_symbols", "pack_symbols", "put_nibbles", "merge_symbols")
+    )
+    scan, pack, put, merge = kernels
+
+    def every(label: str, unit: Unit, own: int, alignment: str = "16", quick: bool = False) -> Iterator[Case]:
+        name = f"{fmt.name}-{label}"
+        yield Case(f"scan-symbols-{name}", scan, scan_symbols_case(unit, alignment), quick)
+        yield Case(f"pack-symbols-{name}", pack, pack_case(unit, "symbols", alignment), quick)
+        yield Case(f"put-nibbles-{name}", put, nibbles_case(unit, alignment), quick)
+        yield Case(f"merge-symbols-{name}", merge, receive_case(unit, "symbols", own, alignment), quick)
+
+    def some(runs: Runs, world_size: int, **options: Any) -> Unit:
+        end = sum(runs[-1])
+        shards = tuple(symbol_values(fmt, end, rank, **options) for rank in range(world_size))
+        return Unit(fmt, runs, world_size=world_size, shards=shards)
+
+    for number, alignment in enumerate(ALIGNMENTS):
+        yield from every(f"sizes-{alignment}", some(every_size(), 2), number % 2, alignment)
+        yield from every(f"small-{alignment}", some(SMALL, 3), number, alignment, quick=True)
+    for alignment, runs in TAILS.items():
+        unit = Unit(fmt, runs, shards=(nonzero_values(fmt, 40),) * 2)
+        yield from every(f"tails-{alignment}", unit, 0, alignment, quick=True)
+    near = symbol_values(fmt, CTA_VALUES, 5, FAR - 1)
+    mixed = torch.cat([near, symbol_values(fmt, 2200)])
+    yield from every("some-tiles-without-escapes", Unit(fmt, RAGGED, shards=(mixed,) * 2), 1, quick=True)
+    yield from every("no-escapes", some(SMALL, 2, most_below=FAR - 1), 2, quick=True)
+    yield from every("any-values", Unit(fmt, RAGGED, world_size=4), 4)
+    yield from every("zeros", Unit(fmt, SMALL, shards=(torch.zeros(400, dtype=fmt.dtype),) * 2), 0)
+    yield from every("all-escapes-but-one", Unit(fmt, whole(2100), shards=(lonely(fmt, 2100),) * 2), 0)
+    if fmt.item_bytes == 2:
+        yield from every("all", Unit(fmt, whole(1 << 16), shards=(all_values(fmt),) * 2), 0)
+    unit = some(SMALL, 2)
+    for missing in (1, 300):
+        run = pack_case(unit, "symbols", missing=missing)
+        yield Case(f"pack-symbols-{fmt.name}-{missing}-missing", pack, run, quick=missing == 1)
+    for first, arena_at in ((0, None), (1, 0), (0, 0)):
+        run = pack_case(unit, "symbols", first=first, arena_at=arena_at)
+        yield Case(f"pack-symbols-{fmt.name}-{first}-from-{arena_at}", pack, run, quick=first == 0)
+    run = receive_case(unit, "symbols", 0, first=0)
+    yield Case(f"merge-symbols-{fmt.name}-first", merge, run, quick=True)
+    for world_size, own in ((1, 1), (2, 1), (4, 0), (5, 4), (5, 5), (3, 1)):
+        run = receive_case(some(SMALL, world_size), "symbols", own)
+        yield Case(f"merge-symbols-{fmt.name}-{world_size}-ranks-{own}", merge, run, quick=world_size == 1)
+    yield from damaged_cases(some(((0, 2048), (2050, 37)), 3), "symbols", *merge)
+
+
+def lonely(fmt: FloatFormat, num_values: int) -> torch.Tensor:
+    """One large number, the others 0."""
+    values = torch.zeros(num_values, dtype=fmt.dtype)
+    values[num_values // 3] = 2.0
+    return values
+
+
 def head_cases() -> Iterator[Case]:
     both = ("checksum", "finish_checksums")
     for num_bytes in (0, 1, 7, 8, 9, 255, 256, 257, 2047, 2048, 2049, 5000):
@@ -1228,6 +1404,6 @@ def head_cases() -> Iterator[Case]:
 
 @cache
 def all_cases() -> list[Case]:
-    cases = [*plane_cases(), *block_cases(), *change_cases(), *head_cases()]
+    cases = [*plane_cases(), *block_cases(), *change_cases(), *symbol_cases(), *head_cases()]
     assert len({case.name for case in cases}) == len(cases)
     return cases

@@ -19,7 +19,18 @@ from fsdp_ciera.kernels import cuda, reference, reference_tiles
 from fsdp_ciera.kernels.dispatch import VARIABLE, kernels_of, tile_kernels_of
 from fsdp_ciera.kernels.heads import HEAD_BYTES, TILES
 from fsdp_ciera.kernels.tiles import Payloads, Scan, SectionRoom, TileKernels
-from kernel_cases import BF16, FLOATS, GuardedMemory, Layout, Unit, all_cases, run_case, sent_payloads
+from kernel_cases import (
+    BF16,
+    FLOATS,
+    GuardedMemory,
+    Layout,
+    Unit,
+    all_cases,
+    layout_of,
+    run_case,
+    sent_payloads,
+    symbol_plane_bytes,
+)
 
 CUDA = {VARIABLE: "cuda"}
 CPU = torch.device("cpu")
@@ -51,6 +62,26 @@ def cases_in_child(kernels: tuple[str, ...]) -> None:
 )
 def test_kernels_through_the_launcher_equal_the_reference(kernels: tuple[str, ...]) -> None:
     run_with_fake_cuda(cases_in_child, kernels, env=CUDA)
+
+
+def test_symbols_ask_for_room() -> None:
+    """What a kernel could not write or read within its bounds is not launched."""
+    unit = Unit(BF16, ((0, 100), (200, 70)))
+    tiles, fresh, damage = unit.tiles, unit.fresh[0], torch.zeros(1, dtype=torch.int32)
+    tops, out = torch.zeros(2, dtype=torch.uint8), torch.stack(unit.last)
+    payloads = sent_payloads(unit, layout_of(unit, "symbols"), 0)
+    end = payloads.data.shape[1] - sum(symbol_plane_bytes(unit))
+    for wrong in (
+        lambda: cuda.scan_symbols(fresh[:269], tiles, BF16),
+        lambda: cuda.put_nibbles(fresh, tiles, BF16, tops, torch.zeros(127, dtype=torch.uint8)),
+        lambda: cuda.put_nibbles(fresh, tiles, BF16, tops[:1], torch.zeros(128, dtype=torch.uint8)),
+        lambda: cuda.merge_symbols(payloads, end + 1, tiles, BF16, out, damage),
+        lambda: cuda.merge_symbols(payloads, 0, tiles, BF16, out[:1], damage),
+        lambda: cuda.merge_symbols(payloads, 0, tiles, BF16, out.half(), damage),
+        lambda: cuda.merge_symbols(payloads, 0, tiles, BF16, out[:, :269], damage),
+    ):
+        with pytest.raises(AssertionError):
+            wrong()
 
 
 # ---- launches, and what torch does beside them
@@ -121,6 +152,10 @@ def functions(unit: Unit, own: int) -> dict[str, Callable[[], Any]]:
     sent: dict[str, Payloads] = {
         kind: sent_payloads(unit, Layout(kind, fixed_bytes=4096), own) for kind in ("values", "exponents", "blocks")
     }
+    symbols = reference_tiles.scan_symbols(fresh, tiles, fmt)
+    of_symbols = sent_payloads(unit, layout_of(unit, "symbols"), own)
+    symbols_at = of_symbols.sections_at - sum(symbol_plane_bytes(unit))
+    nibbles = torch.empty(tiles.num_plane_values // 2, dtype=torch.uint8)
     planes = tiles.num_plane_values * fmt.low_bytes
     fixed_at = HEAD_BYTES
     wide = Payloads(torch.zeros(world_size, -(-(fixed_at + 2 * planes) // 16) * 16, dtype=torch.uint8), own,
@@ -139,6 +174,11 @@ def functions(unit: Unit, own: int) -> dict[str, Callable[[], Any]]:
         "split_rows": lambda: cuda.split_rows(shards, own, tiles, fmt, state),
         "merge_rows": lambda: cuda.merge_rows(state, wide, fixed_at, tiles, fmt, out),
         "copy_out": lambda: cuda.copy_out(rows, own, tiles, out),
+        "scan_symbols": lambda: cuda.scan_symbols(fresh, tiles, fmt),
+        "symbol_sizes": lambda: cuda.symbol_sizes(symbols, tiles),
+        "pack_symbols": lambda: cuda.pack_symbols(fresh, tiles, fmt, symbols, room),
+        "put_nibbles": lambda: cuda.put_nibbles(fresh, tiles, fmt, symbols.tops, nibbles),
+        "merge_symbols": lambda: cuda.merge_symbols(of_symbols, symbols_at, tiles, fmt, out, damage),
         "hash_blocks": lambda: cuda.hash_blocks(fresh, tiles, fmt, None),
         "block_sizes": lambda: cuda.block_sizes(changed, tiles),
         "pack_blocks": lambda: cuda.pack_blocks(fresh, tiles, fmt, changed, ranks, room),

@@ -21,6 +21,7 @@ from fsdp_ciera.kernels import cuda, host, reference, reference_tiles
 from fsdp_ciera.kernels.changes import Form
 from fsdp_ciera.kernels.dispatch import VARIABLE
 from fsdp_ciera.kernels.formats import FORMATS, packed_bytes
+from fsdp_ciera.kernels.tiles import make_tiles
 
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "kernels.py"
 NAMES = ["hash", "checksum", "split", "merge", "scan", "find 1.2 %", "apply 1.2 %", "find 8 %", "apply 8 %"]
@@ -122,10 +123,10 @@ def test_bytes_are_those_of_the_algorithm(dtype: torch.dtype) -> None:
         changes = reference.find_changes(fresh, values.clone(), fmt, Form())
         assert len(changes.moves) == pytest.approx(share * num_values, rel=0.1)
         assert 0 < len(changes.literals) < 0.05 * len(changes.moves)
-        sent = len(changes.moves) * (1 + fmt.item_bytes) + len(changes.literals) * fmt.item_bytes
-        for kernel in ("find", "apply"):
+        sent = len(changes.moves) + len(changes.literals) * fmt.item_bytes
+        for kernel, more in (("find", 0), ("apply", len(changes.moves) * fmt.item_bytes)):
             case = cases[f"{kernel}, {100 * share:g} % changed"]
-            assert case.num_bytes == 2 * value_bytes + bitmap_bytes + sent
+            assert case.num_bytes == 2 * value_bytes + bitmap_bytes + sent + more
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -133,10 +134,20 @@ def test_bytes_of_tile_kernels_are_those_of_the_algorithm(dtype: torch.dtype) ->
     fmt, num_values = FORMATS[dtype], 70_003
     cases = cases_of(benchmark.tile_cases, reference_tiles, dtype, num_values, 2)
     beside = cases_of(benchmark.host_cases, reference, dtype, num_values, 2)
-    assert list(cases) == list(beside)
+    symbols = ("scan symbols", "put nibbles", "merge symbols")
+    assert list(cases) == [*beside, *symbols]
     for name in ("hash", "checksum", "split", "merge", "scan"):
         assert cases[name].num_bytes == beside[name].num_bytes, name
     values = benchmark.make_values(fmt, num_values, torch.device("cpu"))
+    tiles = make_tiles([(0, num_values)], "cpu")
+    num_escapes = int(reference_tiles.scan_symbols(values, tiles, fmt).up_to[-1])
+    value_bytes, nibble_bytes, side_bytes = values.nbytes, -(-num_values // 2), 144 + 48 + num_escapes
+    assert tiles.num_tiles == 35 and num_escapes < 1e-3 * num_values
+    assert [cases[name].num_bytes for name in symbols] == [
+        value_bytes + side_bytes,
+        value_bytes + nibble_bytes,
+        value_bytes + fmt.remainder_bytes(num_values) + nibble_bytes + side_bytes,
+    ]
     for share in benchmark.SHARES:
         fresh = benchmark.make_changed(values, fmt, share)
         changes = reference.find_changes(fresh, values.clone(), fmt, Form())
@@ -163,8 +174,8 @@ def test_on_cuda_it_launches_what_does_not_wait() -> None:
     """Behind the stand-in driver: no more than that each case makes the launches it should, with right results."""
     printed = run_with_fake_cuda(cuda_cases_in_child, "bfloat16", env={VARIABLE: "cuda"})
     assert printed.split() == [
-        "apply_values_bf16", "checksum", "finish_checksums", "hash_blocks_bf16", "merge_rows_bf16", "pack_values_bf16",
-        "scan_values_bf16", "split_bf16",
+        "apply_values_bf16", "checksum", "finish_checksums", "hash_blocks_bf16", "merge_rows_bf16", "merge_symbols_bf16",
+        "pack_symbols_bf16", "pack_values_bf16", "put_nibbles_bf16", "scan_symbols_bf16", "scan_values_bf16", "split_bf16",
     ]  # fmt: skip
 
 

@@ -35,20 +35,23 @@ from fsdp_ciera.kernels import launch as launching
 from fsdp_ciera.kernels.formats import FORMATS, FloatFormat
 from fsdp_ciera.kernels.launch import PTX_FILE, Argument
 from fsdp_ciera.kernels.reference import splitmix64
-from fsdp_ciera.kernels.tiles import CTA_VALUES, GROUP_BLOCKS
+from fsdp_ciera.kernels.tiles import CTA_VALUES, FAR, GROUP_BLOCKS
 from kernel_cases import (
     FLOATS,
     THREADS,
     Case,
-    Layout,
     Unit,
     all_cases,
     hash_case,
     merge_case,
     mixed,
+    nibbles_case,
+    receive_case,
     run_case,
     scan_case,
+    scan_symbols_case,
     split_case,
+    symbol_values,
     whole,
     words_of,
 )
@@ -207,6 +210,7 @@ def quick_cases(kernel: str) -> list[Case]:
 MOST_ONE_SIDED = {
     **{f"pack_{kind}_{fmt.name}": 2 for kind in ("values", "exponents") for fmt in FLOATS},
     **{f"apply_values_{fmt.name}": 2 for fmt in FLOATS},
+    **{f"merge_symbols_{fmt.name}": 1 for fmt in FLOATS},
     "apply_exponents": 2, "put_blocks": 2, "copy_out_16": 1, "copy_out_32": 1, "checksum": 12,
 }  # fmt: skip
 # The 64-bit division in checksum, for rows of more than 2**35 bytes; test_positions_beyond_32_bits runs it.
@@ -228,14 +232,25 @@ def test_coverage() -> None:
     assert one_sided < 0.06 * branches
 
 
+def near_values(fmt: FloatFormat) -> torch.Tensor:
+    """Without an escape."""
+    return symbol_values(fmt, CTA_VALUES, most_below=FAR - 1)
+
+
 VECTORS = {
     "split": (lambda fmt: split_case(Unit(fmt, whole(CTA_VALUES))), {}),
     "merge_rows": (lambda fmt: merge_case(Unit(fmt, whole(CTA_VALUES)), 1), {"s32": 1}),
     "hash_blocks": (lambda fmt: hash_case(Unit(fmt, whole(CTA_VALUES), block_size=512), False), {"u8": 1}),
     "scan_values": (lambda fmt: scan_case(Unit(fmt, whole(CTA_VALUES)), "values"), {"u8": 1}),
+    "scan_symbols": (lambda fmt: scan_symbols_case(Unit(fmt, whole(CTA_VALUES))), {"u8": 1}),
+    "put_nibbles": (lambda fmt: nibbles_case(Unit(fmt, whole(CTA_VALUES))), {"u8": 1, "s32": 1}),
+    "merge_symbols": (
+        lambda fmt: receive_case(Unit(fmt, whole(CTA_VALUES), shards=(near_values(fmt),) * 2), "symbols", 0, gap=5),
+        {"s32": 5, "u8": 1},
+    ),
 }
-"""By family: a case with aligned buffers, and how many accesses there are to single numbers of a type (row_ok, changed, bits).
-64 bits do not count: tables, hashes, counts."""
+"""By family: a case with aligned buffers, and how many accesses there are to single numbers of a type (row_ok, changed, bits,
+tops, offsets, eight nibbles). 64 bits do not count: tables, hashes, counts."""
 
 
 @pytest.mark.parametrize("family", VECTORS)
@@ -280,6 +295,10 @@ PARAMETERS = {
     "hash_blocks": "values blocks num_blocks block_size last_hashes hashes changed",
     "pack_blocks": f"values blocks num_blocks block_size changed ranks {ROOM}",
     "put_blocks": f"{PAYLOADS} num_blocks block_size rows rows_stride damage",
+    "scan_symbols": "values tiles tops counts",
+    "pack_symbols": f"values tiles num_tiles tops up_to {ROOM}",
+    "put_nibbles": "values tiles num_tiles num_plane_values tops nibbles",
+    "merge_symbols": f"{PAYLOADS} low_at top_at nibbles_at tiles num_tiles out out_stride damage",
     "check_heads": "heads heads_stride num_ranks own name decoded_checksums row_ok damage",
     "finish_checksums": "sums num_rows",
 }
@@ -469,7 +488,7 @@ class FarLaunch:
         """What a receiver gets: every payload in pieces."""
         first, table_at, stride = (self.args[name] for name in ("first_section", "table_at", "payload_stride"))
         memory = self._numbers("payloads", np.uint8)
-        num_entries = (self.args["sections_at"] - table_at - Layout("values").fixed_bytes) // 8
+        num_entries = first + len(shifts) + 1
         pieces = []
         for row, start in enumerate(range(0, len(memory), stride)):
             payload = memory[start : start + stride]
@@ -592,6 +611,38 @@ class FarLaunch:
         self._far_rows("rows", 1)
         self._back("rows", GROUP_BLOCKS * FAR_CTAS * block_size)
 
+    def _symbol_sender(self) -> None:
+        self._far_tiles()
+        self._back("values", FAR_FLAT * self.item)
+        self._back("tops", FAR_CTAS)
+
+    def _scan_symbols(self) -> None:
+        self._symbol_sender()
+        self._back("counts", 8 * FAR_CTAS)
+
+    def _pack_symbols(self) -> None:
+        self._symbol_sender()
+        self._more("num_tiles", FAR_CTAS)
+        self._add(self._numbers("up_to"), FAR_COUNT)
+        self._back("up_to", 8 * FAR_CTAS)
+        self._far_room([4 * FAR_CTAS, FAR_CTAS, FAR_COUNT], 0, 1, FAR_COUNT)
+
+    def _put_nibbles(self) -> None:
+        self._symbol_sender()
+        self._more("num_tiles", FAR_CTAS)
+        self._more("num_plane_values", FAR_PLANE)
+        self._back("nibbles", FAR_PLANE // 2)
+
+    def _merge_symbols(self) -> None:
+        self._far_tiles()
+        self._more("num_tiles", FAR_CTAS)
+        self._more("low_at", -FAR_PLANE * self.fmt.low_bytes)
+        self._more("top_at", -FAR_PLANE // 8 * self.fmt.top_bits)
+        self._more("nibbles_at", -FAR_PLANE // 2)
+        self._far_payloads([4 * FAR_CTAS, FAR_CTAS, FAR_COUNT], 0, 1, FAR_COUNT)
+        self._far_rows("out", self.item)
+        self._back("out", FAR_FLAT * self.item)
+
     def _check_heads(self) -> None:
         ranks = THREADS * FAR_CTAS
         self._more("num_ranks", ranks)
@@ -660,6 +711,9 @@ NARROW = [
     ("cuda_planes.cuh", "low + (tile.plane + first)", "low + (u32)(tile.plane + first)", "split_bf16 merge_rows_bf16"),
     ("cuda_blocks.cuh", "= (i64)blockIdx.x * kGroup", "= blockIdx.x * kGroup", "pack_blocks_bf16 put_blocks"),
     ("cuda_blocks.cuh", "block.start + 8 * word", "(u32)(block.start + 8 * word)", "hash_blocks_bf16"),
+    ("cuda_symbols.cuh", "before_tile + sum_before", "(int)before_tile + sum_before", "pack_symbols_bf16"),
+    ("cuda_symbols.cuh", "from + (u64)escapes_before", "(int)(from + escapes_before)", "merge_symbols_bf16"),
+    ("cuda_symbols.cuh", "nibbles + (tile.plane", "nibbles + (u32)(tile.plane", "put_nibbles_bf16 merge_symbols_bf16"),
     ("payloads.cuh", "(1ull << 56) - 1", "(1ull << 32) - 1", "pack_values_bf16 apply_exponents put_blocks"),
     (
         "kernels.cu",

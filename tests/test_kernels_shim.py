@@ -38,9 +38,11 @@ from kernel_cases import (
     Unit,
     all_cases,
     hash_case,
+    pack_case,
     receive_case,
     run_case,
     scan_case,
+    scan_symbols_case,
     whole,
 )
 
@@ -333,6 +335,22 @@ PLANTS = [
         '  if (!fits && !shim::planted("trust")) return report_damage(damage);',
     ),
     (
+        "cuda_symbols.cuh",
+        "sum_before(__popc(far_nibbles(nibbles_of(exponents, top, left))), warp_escapes, total);",
+        "sum_before(__popc(far_nibbles(nibbles_of(exponents, top, left))),"
+        ' shim::planted("one array of symbols") ? warp_tops : warp_escapes, total);',
+    ),
+    (
+        "cuda_symbols.cuh",
+        "if (before_tile == behind_tile) return;",
+        'if (before_tile == behind_tile || (shim::planted("own mind of symbols") && threadIdx.x > 70)) return;',
+    ),
+    (
+        "cuda_symbols.cuh",
+        "  if (!fits) return report_damage(damage);",
+        '  if (!fits && !shim::planted("trust in symbols")) return report_damage(damage);',
+    ),
+    (
         "payloads.cuh",
         "fits = fits && start <= end && end <= limit &&",
         'fits = fits && start <= end && (end <= limit || shim::planted("trust in the table")) &&',
@@ -344,12 +362,15 @@ FEW_CHANGES = Case("scan", ("scan_values_bf16",), scan_case(Unit(BF16, whole(200
 HASH = Case("hash", ("hash_blocks_bf16",), hash_case(Unit(BF16, whole(64), block_size=64)))
 TWO_TILES = Unit(BF16, ((0, 2048), (2050, 37)), 0.3)
 APPLY = Case("apply", ("apply_values_bf16",), receive_case(TWO_TILES, "values", 0))
+SCAN_SYMBOLS = Case("scan symbols", ("scan_symbols_bf16",), scan_symbols_case(TWO_TILES))
+PACK_SYMBOLS = Case("pack symbols", ("pack_symbols_bf16",), pack_case(TWO_TILES, "symbols"))
+MERGE_SYMBOLS = Case("merge symbols", ("merge_symbols_bf16",), receive_case(TWO_TILES, "symbols", 0))
 
 
-def damaged(name: str) -> Case:
-    """apply with one kind of damage."""
-    damage = Damages("values", 1).noticed[name]
-    return Case(f"apply, {name}", APPLY.kernels, receive_case(TWO_TILES, "values", 0, damage=damage))
+def damaged(name: str, case: Case = APPLY, kind: str = "values") -> Case:
+    """A receiver with one kind of damage."""
+    damage = Damages(TWO_TILES, kind, 1).noticed[name]
+    return Case(f"{case.name}, {name}", case.kernels, receive_case(TWO_TILES, kind, 0, damage=damage))
 
 
 @pytest.fixture
@@ -370,7 +391,7 @@ def plant(builds: Builds) -> Iterator[Callable[[str, str], Shim]]:
 @pytest.mark.parametrize("build", ["address", "thread"])
 def test_planted_copy_without_faults_is_clean(builds: Builds, build: str) -> None:
     shim = Shim(build, builds.command(build, is_planted=True))
-    for case in (SMALL_SCAN, FEW_CHANGES, HASH, APPLY):
+    for case in (SMALL_SCAN, FEW_CHANGES, HASH, APPLY, SCAN_SYMBOLS, PACK_SYMBOLS, MERGE_SYMBOLS):
         run_case(case, ShimExecutor(shim, 1))
     shim.close()
 
@@ -384,6 +405,15 @@ REPORTS = [
     ("plain", "write before", SMALL_SCAN, r"shim: scan_values_bf16 wrote outside of a buffer"),
     ("address", "read behind", SMALL_SCAN, r"heap-buffer-overflow[\s\S]*READ of size"),
     ("address", "trust", damaged("all offsets are 2**30 more"), r"AddressSanitizer[\s\S]*READ"),
+    (
+        "address",
+        "trust in symbols",
+        damaged("all offsets are 2**30 more", MERGE_SYMBOLS, "symbols"),
+        r"AddressSanitizer[\s\S]*READ",
+    ),
+    ("thread", "one array of symbols", SCAN_SYMBOLS, r"data race"),
+    ("plain", "own mind of symbols", PACK_SYMBOLS, r"shim: deadlock"),
+    ("thread", "own mind of symbols", PACK_SYMBOLS, r"shim: deadlock"),
     ("address", "trust in the table", damaged("all sections are far behind"), r"AddressSanitizer[\s\S]*READ"),
     ("plain", "divergent shuffle", HASH, r"shim: deadlock: 16 threads wait, 240 have ended.*\sstatus 3"),
     ("thread", "divergent shuffle", HASH, r"shim: deadlock: 16 threads wait, 240 have ended.*\sstatus 3"),

@@ -66,7 +66,7 @@ def test_kernels_are_those_of_the_source(tmp_path: Path) -> None:
     expanded = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     of_source = re.findall(r'extern "C" __global__ void __launch_bounds__\([^)]*\) (\w+)\(', expanded)
     in_file = re.findall(r"\.entry\s+(\w+)", PTX_FILE.read_text())
-    assert len(of_source) == 35 and of_source == in_file
+    assert len(of_source) == 47 and of_source == in_file
     assert len(set(in_file)) == len(in_file)
     assert not re.findall(r"(?m)^\s*\.(?:visible\s+|weak\s+)*\.?func\b.*", PTX_FILE.read_text())
 

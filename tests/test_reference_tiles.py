@@ -27,12 +27,14 @@ from kernel_cases import (
     Runs,
     Unit,
     encoded,
+    layout_of,
     padded_rows,
     payload_of,
     receive,
     sections_in,
     sent_payloads,
     some_heads,
+    symbol_values,
     whole,
     words_of,
 )
@@ -156,6 +158,50 @@ def test_worked_example_of_blocks() -> None:
     assert arena[32:48].tolist() == [127 + 8 + k for k in range(16)]
 
 
+def test_worked_example_of_symbols() -> None:
+    tiles, values = make_tiles([(0, 3)], "cpu"), torch.tensor([1.0, -0.25, 0.0]).bfloat16()
+    scan = reference_tiles.scan_symbols(values, tiles, BF16)
+    assert scan.tops.tolist() == [127] and scan.up_to.tolist() == [0, 1]
+    sizes = reference_tiles.symbol_sizes(scan, tiles)
+    assert sizes.tolist() == [8, 1, 1]
+    payload = torch.full((1, 208), 9, dtype=torch.uint8)
+    table = reference_tiles.section_table(sizes, 24 + 64 + 32, TILES)
+    payload[0, :24] = table.view(torch.uint8)
+    low, nibbles = payload[0, 24:88], payload[0, 88:120]
+    reference_tiles.split_tiles(values, tiles, BF16, low, None, None)
+    reference_tiles.put_nibbles(values, tiles, BF16, scan.tops, nibbles)
+    assert low.tolist() == [0, 1] + [0] * 62 and nibbles.tolist() == [0x20, 0x0F] + [0] * 30
+    reference_tiles.pack_symbols(values, tiles, BF16, scan, SectionRoom(payload[0, 128:], table, 128, 0, 120))
+    packed = bytes(payload[0, 128:].tolist())
+    assert struct.unpack("<2I", packed[:8]) == (0, 1) and packed[16] == 127 and packed[32] == 0
+    assert packed[8:16] + packed[17:32] + packed[33:] == b"\x09" * (8 + 15 + 47)
+    out, damage = torch.full((1, 5), 7.0).bfloat16(), torch.zeros(1, dtype=torch.int32)
+    payloads = Payloads(payload, 1, torch.ones(1, dtype=torch.int32), 0, 120, 0)
+    reference_tiles.merge_symbols(payloads, 24, tiles, BF16, out, damage)
+    assert out.tolist() == [[1.0, -0.25, 0.0, 7.0, 7.0]] and not damage.any()
+    payload[0, 128] = 1  # the first offset
+    reference_tiles.merge_symbols(payloads, 24, tiles, BF16, out.zero_(), damage)
+    assert not out.any() and damage.item() == Damage.DAMAGED
+
+
+def test_exponents_around_the_farthest_nibble() -> None:
+    """14 below the top is a nibble, 15 below an escape; each tile has its own top."""
+    below = [0, 14, 15, 16, 100] + [0] * 2043 + [0, 20]
+    exponents = [120 - one for one in below[:2048]] + [30 - one for one in below[2048:]]
+    values = values_of([one << 7 for one in exponents], BF16)
+    tiles = make_tiles([(0, 2050)], "cpu")
+    scan = reference_tiles.scan_symbols(values, tiles, BF16)
+    assert scan.tops.tolist() == [120, 30] and scan.up_to.tolist() == [0, 3, 4]
+    nibbles = torch.full((1056,), 9, dtype=torch.uint8)
+    reference_tiles.put_nibbles(values, tiles, BF16, scan.tops, nibbles)
+    assert nibbles.tolist() == [0xE0, 0xFF, 0x0F] + [0] * 1021 + [0xF0] + [0] * 31
+    table = reference_tiles.section_table(reference_tiles.symbol_sizes(scan, tiles), 0, TILES)
+    arena = torch.zeros(64, dtype=torch.uint8)
+    reference_tiles.pack_symbols(values, tiles, BF16, scan, SectionRoom(arena, table, 0, 0))
+    assert struct.unpack("<3I", bytes(arena[:12].tolist())) == (0, 3, 4) and arena[16:18].tolist() == [120, 30]
+    assert arena[32:36].tolist() == [105, 104, 20, 10]
+
+
 def test_worked_example_of_planes() -> None:
     tiles = make_tiles([(0, 4)], "cpu")
     values = torch.tensor([1.0, -2.0, 0.5, -0.0]).half()
@@ -257,6 +303,8 @@ def test_every_16_bit_pattern_changes(fmt: FloatFormat, kind: str, step: int) ->
 def test_nothing_is_written_without_room_or_changes() -> None:
     for kind in NUM_SECTIONS:
         for share, missing in ((0.0, 0), (0.3, 1), (0.3, 10_000)):
+            if kind == "symbols" and not missing:  # there are some in any case
+                continue
             unit, layout = Unit(BF16, ((0, 300), (310, 41)), share, block_size=64), Layout(kind)
             found = encoded(unit, kind, 0)
             assert bool(found.sizes.any()) == (share > 0)
@@ -321,6 +369,45 @@ def test_exponents_between_ranks(fmt: FloatFormat, kind: str, own: int) -> None:
         assert unsigned(out[rank]) == unsigned(wanted)
 
 
+def plain_symbols(exponents: list[int]) -> tuple[int, list[int], list[int]]:
+    """Of a tile: top, nibbles, escapes, from the definition of the coding."""
+    top = max(exponents)
+    return top, [min(15, top - one) for one in exponents], [one for one in exponents if top - one >= 15]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(FORMAT_LIST), some_runs(), st.integers(0, 100), st.sampled_from([14, 15, 255]))
+def test_symbols_equal_plain_integers(fmt: FloatFormat, runs: Runs, seed: int, most_below: int) -> None:
+    num_values = max(start + count for start, count in runs)
+    shards = tuple(symbol_values(fmt, num_values, seed + rank, most_below) for rank in range(2))
+    unit = Unit(fmt, runs, shards=shards)
+    layout = layout_of(unit, "symbols")
+    tops: list[int] = []
+    nibbles: list[int] = []
+    escapes: list[int] = []
+    offsets = [0]
+    for start, count in runs:
+        for first in range(start, start + count, 2048):
+            here = unsigned(unit.fresh[0][first : min(first + 2048, start + count)])
+            top, of_tile, far = plain_symbols([exponent(pattern, fmt) for pattern in here])
+            tops.append(top)
+            nibbles += of_tile
+            escapes += far
+            offsets.append(len(escapes))
+        nibbles += [0] * (-count % 64)
+    payload = payload_of(unit, layout, 0)
+    found = [bytes(section.tolist()) for section in sections_in(payload, layout)]
+    assert found == [struct.pack(f"<{len(offsets)}I", *offsets), bytes(tops), bytes(escapes)]
+    packed = payload[layout.sections_at - len(nibbles) // 2 : layout.sections_at].tolist()
+    assert packed == [one | other << 4 for one, other in zip(nibbles[::2], nibbles[1::2], strict=True)]
+    out, damage = torch.stack(unit.last), torch.zeros(1, dtype=torch.int32)
+    receive(reference_tiles, "symbols", sent_payloads(unit, layout, own=1), unit, unit.tiles, out, damage)
+    wanted = unit.last[0].clone()
+    for start, count in runs:
+        words_of(wanted)[start : start + count] = words_of(unit.fresh[0])[start : start + count]
+    assert unsigned(out[0]) == unsigned(wanted) and unsigned(out[1]) == unsigned(unit.last[1]) and not damage.any()
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(FORMAT_LIST), some_runs(), st.sampled_from([0, 8, 64, 512]), st.integers(0, 2**32))
 def test_planes_of_runs_are_those_of_plain_integers(fmt: FloatFormat, runs: Runs, block_size: int, seed: int) -> None:
@@ -377,23 +464,25 @@ DAMAGED_UNITS = {
     "values": Unit(BF16, ((0, 2048), (2050, 37)), 0.3, world_size=3),
     "exponents": Unit(BF16, ((0, 2048), (2050, 37)), 0.3, world_size=3),
     "blocks": Unit(BF16, ((0, 1200), (1300, 37)), 0.1, world_size=3, block_size=16),
+    "symbols": Unit(BF16, ((0, 2048), (2050, 37)), world_size=3),
 }
 
 
 @pytest.mark.parametrize("kind", NUM_SECTIONS)
 def test_damage_is_noticed_and_parts_are_decoded_as_a_whole_or_not_at_all(kind: str) -> None:
-    unit, layout = DAMAGED_UNITS[kind], Layout(kind)
-    payloads, damages = sent_payloads(unit, layout, own=0), Damages(kind, 2)
-    state = unit.state if kind == "values" else unit.exponents
+    unit = DAMAGED_UNITS[kind]
+    payloads, damages = sent_payloads(unit, layout_of(unit, kind), own=0), Damages(unit, kind, 2)
+    of_values = kind in ("values", "symbols")
+    state = {"values": unit.state, "symbols": torch.clone}.get(kind, unit.exponents)
     before, after = (torch.stack([words_of(state(shard)) for shard in shards]) for shards in (unit.last, unit.fresh))
-    if kind != "values":
+    if not of_values:
         before, after = before[1:], after[1:]
     size = 16 * 64 if kind == "blocks" else 2048
     assert len(damages.noticed) >= 40
     kept = 0
     for name, damage in damages.noticed.items():
         rows, flag = before.clone(), torch.zeros(1, dtype=torch.int32)
-        of_dtype = rows.view(unit.fmt.dtype) if kind == "values" else rows
+        of_dtype = rows.view(unit.fmt.dtype) if of_values else rows
         receive(reference_tiles, kind, damage(payloads), unit, unit.tiles, of_dtype, flag)
         assert flag.item() == Damage.DAMAGED, name
         parts = [rows[-1][start : start + size] for start in range(0, rows.shape[1], size)]
@@ -401,8 +490,9 @@ def test_damage_is_noticed_and_parts_are_decoded_as_a_whole_or_not_at_all(kind: 
         assert any(stay), name
         kept += not all(stay)
         if name != "nearly all is missing":
-            other = after[-2] if kind == "values" else after[0]
-            for _, at, _, count in unit.tiles.table.tolist():
+            other = after[-2] if of_values else after[0]
+            for start, in_state, _, count in unit.tiles.table.tolist():
+                at = start if kind == "symbols" else in_state
                 assert torch.equal(rows[-2][at : at + count], other[at : at + count]), f"{name}: another rank's row"
     assert kept >= 3, "what is damaged in one part must not keep the others back"
 
@@ -410,11 +500,11 @@ def test_damage_is_noticed_and_parts_are_decoded_as_a_whole_or_not_at_all(kind: 
 def test_rows_that_are_not_ok_are_left_alone() -> None:
     """Whatever is in their payloads, nobody looks."""
     for kind, unit in DAMAGED_UNITS.items():
-        payloads = sent_payloads(unit, Layout(kind), own=3)
+        payloads = sent_payloads(unit, layout_of(unit, kind), own=3)
         noise = padded_rows(payloads.data)
         noise[:] = 5
         payloads = replace(payloads, row_ok=torch.zeros(3, dtype=torch.int32), data=noise)
-        dtype = unit.fmt.dtype if kind == "values" else torch.uint8
+        dtype = unit.fmt.dtype if kind in ("values", "symbols") else torch.uint8
         rows, flag = torch.full((3, unit.tiles.num_state_values), 7, dtype=dtype), torch.zeros(1, dtype=torch.int32)
         receive(reference_tiles, kind, payloads, unit, unit.tiles, rows, flag)
         assert not flag.any() and (rows == 7).all()

@@ -48,6 +48,19 @@ __device__ __forceinline__ T sum_over_warp(T value) {
   return value;
 }
 
+// The larger of two numbers; and the largest over the threads of the CTA, for all of them. `warp_most` is shared, [kWarps]: see
+// [Note: A sum, an array].
+__device__ __forceinline__ u32 larger(u32 a, u32 b) { return a < b ? b : a; }
+__device__ __forceinline__ u32 max_over_cta(u32 value, u32* warp_most) {
+  CIERA_UNROLL
+  for (int distance = 16; distance; distance /= 2) value = larger(value, __shfl_xor_sync(kAllLanes, value, distance));
+  if (lane_number() == 0) warp_most[warp_number()] = value;
+  __syncthreads();
+  CIERA_UNROLL
+  for (int k = 0; k < kWarps; k++) value = larger(value, warp_most[k]);
+  return value;
+}
+
 // The sums of all warps [kWarps] -> the sum of those before this one, and of all.
 __device__ __forceinline__ u32 before_warp(const u32* warp_sums, u32& total) {
   u32 before = 0;

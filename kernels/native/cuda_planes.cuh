@@ -42,22 +42,30 @@ __device__ __forceinline__ void split(const typename F::Word* values, const Tile
   }
 }
 
-// The inverse, for one row.
+// The exponents of an octet, `first` in its tile, and its low and top bytes -> values, the first `left` of them.
+template <class F>
+__device__ __forceinline__ void merge_octet(const u8* exponents, const u8* low, const u8* top, const Tile& tile, i64 first,
+                                            i64 left, typename F::Word* out) {
+  alignas(16) u8 lows[kOctet * F::kLowBytes];
+  u8 tops[F::kTopBits + 1];
+  load_values<kOctet * F::kLowBytes>(lows, low + (tile.plane + first) * F::kLowBytes, kOctet * F::kLowBytes);
+  CIERA_UNROLL
+  for (int k = 0; k < F::kTopBits; k++) tops[k] = top[(tile.plane + first) / kOctet * F::kTopBits + k];
+  alignas(16) typename F::Word values[kOctet];
+  merge_values<F, kOctet>(exponents, lows, tops, values);
+  store_values<kOctet>(values, out + tile.start + first, left);
+}
+
+// The inverse of split, for one row.
 template <class F>
 __device__ __forceinline__ void merge(const u8* exponents, const u8* low, const u8* top, const Tile* tiles,
                                       typename F::Word* out) {
   const Tile tile = tiles[blockIdx.x];
   const i64 first = threadIdx.x * kOctet, left = tile.num_values - first;
   if (left <= 0) return;
-  alignas(16) u8 exponent[kOctet], lows[kOctet * F::kLowBytes];
-  u8 tops[F::kTopBits + 1];
+  alignas(16) u8 exponent[kOctet];
   load_values<kOctet>(exponent, exponents + tile.state + first, kOctet);
-  load_values<kOctet * F::kLowBytes>(lows, low + (tile.plane + first) * F::kLowBytes, kOctet * F::kLowBytes);
-  CIERA_UNROLL
-  for (int k = 0; k < F::kTopBits; k++) tops[k] = top[(tile.plane + first) / kOctet * F::kTopBits + k];
-  alignas(16) typename F::Word values[kOctet];
-  merge_values<F, kOctet>(exponent, lows, tops, values);
-  store_values<kOctet>(values, out + tile.start + first, left);
+  merge_octet<F>(exponent, low, top, tile, first, left, out);
 }
 
 // One row of the state -> its places in the flat buffer.

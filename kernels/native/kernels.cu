@@ -10,6 +10,7 @@
 #include "cuda_changes.cuh"
 #include "cuda_heads.cuh"
 #include "cuda_planes.cuh"
+#include "cuda_symbols.cuh"
 
 using namespace ciera;
 
@@ -70,6 +71,25 @@ using namespace ciera;
   CIERA_LARGE_KERNEL pack_blocks_##F(const F::Word* values, const Block* blocks, i64 num_blocks, i64 block_size,        \
                                      const u8* changed, const i64* ranks, CIERA_ROOM) {                                 \
     pack_blocks<F>(values, blocks, num_blocks, block_size, changed, ranks, CIERA_THE_ROOM);                             \
+  }                                                                                                                     \
+  CIERA_KERNEL scan_symbols_##F(const F::Word* values, const Tile* tiles, u8* tops, i64* counts) {                      \
+    scan_symbols<F>(values, tiles, tops, counts);                                                                       \
+  }                                                                                                                     \
+  CIERA_KERNEL pack_symbols_##F(const F::Word* values, const Tile* tiles, i64 num_tiles, const u8* tops,                \
+                                const i64* up_to, CIERA_ROOM) {                                                         \
+    pack_symbols<F>(values, tiles, num_tiles, tops, up_to, CIERA_THE_ROOM);                                             \
+  }                                                                                                                     \
+  CIERA_KERNEL put_nibbles_##F(const F::Word* values, const Tile* tiles, i64 num_tiles, i64 num_plane_values,           \
+                               const u8* tops, u8* nibbles) {                                                           \
+    put_nibbles<F>(values, tiles, num_tiles, num_plane_values, tops, nibbles);                                          \
+  }                                                                                                                     \
+  CIERA_LARGE_KERNEL merge_symbols_##F(CIERA_PAYLOADS, i64 low_at, i64 top_at, i64 nibbles_at, const Tile* tiles,       \
+                                       i64 num_tiles, F::Word* out, i64 out_stride, u32* damage) {                      \
+    const i64 rank = rank_of_row(own);                                                                                  \
+    if (!row_ok[rank]) return;                                                                                          \
+    const u8* payload = payloads + rank * payload_stride;                                                               \
+    merge_symbols<F>(CIERA_THE_PAYLOADS, payload, payload + low_at, payload + top_at, payload + nibbles_at, tiles,      \
+                     num_tiles, out + rank * out_stride, damage);                                                       \
   }
 
 CIERA_FORMAT_KERNELS(bf16)

@@ -104,7 +104,8 @@ class Gather:
         self.fixed_at = HEAD_BYTES + 8 * NUM_SECTIONS[kind]
         self.low_bytes = 0 if kind == "values" else tiles.num_plane_values * fmt.low_bytes
         self.top_bytes = 0 if kind == "values" else packed_bytes(tiles.num_plane_values, fmt.top_bits)
-        sections_at = self.fixed_at + self.low_bytes + self.top_bytes
+        self.nibble_bytes = tiles.num_plane_values // 2 if kind == "symbols" else 0
+        sections_at = self.fixed_at + self.low_bytes + self.top_bytes + self.nibble_bytes
         self.sections_at = -(-sections_at // ALIGNMENT) * ALIGNMENT
 
     def payloads(
@@ -139,6 +140,12 @@ class Gather:
             sizes, ranks = cuda.block_sizes(changed, tiles)
             sections = room(sizes)
             cuda.pack_blocks(fresh, tiles, fmt, changed, ranks, sections)
+        elif self.kind == "symbols":
+            symbols = cuda.scan_symbols(fresh, tiles, fmt)
+            sections = room(cuda.symbol_sizes(symbols, tiles))
+            cuda.pack_symbols(fresh, tiles, fmt, symbols, sections)
+            nibbles = payload[self.fixed_at + self.low_bytes + self.top_bytes :][: self.nibble_bytes]
+            cuda.put_nibbles(fresh, tiles, fmt, symbols.tops, nibbles)
         elif self.kind == "exponents":
             scan = cuda.scan_exponents(fresh, last, tiles, fmt)
             sections = room(cuda.change_sizes(scan, tiles, 0))
@@ -156,6 +163,9 @@ class Gather:
         if self.kind == "values":
             cuda.apply_values(payloads, self.tiles, self.fmt, 255, rows, damage)
             cuda.copy_out(rows, own, self.tiles, out)
+            return
+        if self.kind == "symbols":
+            cuda.merge_symbols(payloads, self.fixed_at, self.tiles, self.fmt, out, damage)
             return
         if self.kind == "exponents":
             cuda.apply_exponents(payloads, self.tiles, rows, damage)
@@ -185,7 +195,7 @@ def check_gather(
         cuda.split_rows(before, own, tiles, fmt, rows)
         every = torch.empty(world_size, tiles.num_state_values, dtype=torch.uint8, device=device)
         cuda.split_rows(before, world_size, tiles, fmt, every)
-        remembered = before if kind == "blocks" else every
+        remembered = before if kind in ("blocks", "symbols") else every
     out, damage = before.clone(), torch.zeros(1, dtype=torch.int32, device=device)
     checksums = cuda.checksum(there)
     num_bytes = gather.sections_at + 2 * fmt.item_bytes * tiles.num_state_values + 4096
@@ -204,7 +214,7 @@ def check_gather(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.012, 1.0])
-@pytest.mark.parametrize("kind", ["values", "exponents", "blocks"])
+@pytest.mark.parametrize("kind", NUM_SECTIONS)
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)
 def test_gathers_of_whole_shards(fmt: FloatFormat, kind: str, share: float) -> None:
     check_gather(kind, fmt, SHARD_RUNS, share, current_device())
@@ -293,6 +303,26 @@ def check_far_planes(fmt: FloatFormat, num_values: int, device: torch.device) ->
     assert same_bits(cuda.checksum(values.view(1, -1)), reference.checksum(values.view(1, -1)))
 
 
+def check_far_symbols(fmt: FloatFormat, num_values: int, device: torch.device) -> None:
+    """Random exponents: nearly all are escapes."""
+    tiles = make_tiles([(0, num_values)], device)
+    values = random_bytes(num_values * fmt.item_bytes, device).view(fmt.dtype)
+    scan = cuda.scan_symbols(values, tiles, fmt)
+    sizes = cuda.symbol_sizes(scan, tiles)
+    low_bytes = tiles.num_plane_values * fmt.low_bytes
+    sections_at = 32 + low_bytes + tiles.num_plane_values // 2
+    table = cuda.section_table(sizes, sections_at, TILES)
+    data = torch.empty(1, sections_at + sum(sizes.tolist()) + 64 & -ALIGNMENT, dtype=torch.uint8, device=device)
+    data[0, :24] = table.view(torch.uint8)
+    cuda.split_tiles(values, tiles, fmt, data[0, 32:][:low_bytes], None, None)
+    cuda.put_nibbles(values, tiles, fmt, scan.tops, data[0, 32 + low_bytes : sections_at])
+    cuda.pack_symbols(values, tiles, fmt, scan, SectionRoom(data[0, sections_at:], table, sections_at, 0))
+    out, damage = torch.zeros_like(values), torch.zeros(1, dtype=torch.int32, device=device)
+    row_ok = torch.ones(1, dtype=torch.int32, device=device)
+    cuda.merge_symbols(Payloads(data, 1, row_ok, 0, sections_at, 0), 32, tiles, fmt, out[None], damage)
+    assert all_equal(out, values) and not damage.item()
+
+
 def needs_memory(num_gib: int) -> None:
     free, _ = torch.cuda.mem_get_info()
     if free < num_gib << 30:
@@ -308,6 +338,12 @@ def test_changes_beyond_2_31_values() -> None:
 def test_planes_beyond_2_31_values() -> None:
     needs_memory(32)
     check_far_planes(BF16, FAR_VALUES, current_device())
+    torch.cuda.empty_cache()
+
+
+def test_symbols_beyond_2_31_values() -> None:
+    needs_memory(32)
+    check_far_symbols(BF16, FAR_VALUES, current_device())
     torch.cuda.empty_cache()
 
 

@@ -39,7 +39,8 @@ using Kernels = std::map<std::string, void (*)(Shape, const Arguments&)>;
 #define FORMAT_KERNELS(F)                                                                                   \
   KERNEL(scan_values_##F), KERNEL(pack_values_##F), KERNEL(apply_values_##F), KERNEL(scan_exponents_##F),  \
       KERNEL(pack_exponents_##F), KERNEL(split_##F), KERNEL(merge_rows_##F), KERNEL(hash_blocks_##F),      \
-      KERNEL(pack_blocks_##F)
+      KERNEL(pack_blocks_##F), KERNEL(scan_symbols_##F), KERNEL(pack_symbols_##F), KERNEL(put_nibbles_##F), \
+      KERNEL(merge_symbols_##F)
 
 template <class Arguments>
 const Kernels<Arguments>& kernels() {
