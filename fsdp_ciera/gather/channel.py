@@ -300,9 +300,7 @@ class Channel:
                     codec.encode(values, collector, is_full=False)
                 else:
                     self.backend.no_sections(codec, collector)
-            return self.backend.seal(
-                self.payload_plan, self.codecs, collector, self.raw_payload_bytes, self.room_bytes
-            )
+            return self.backend.seal(self.payload_plan, self.codecs, collector, self.raw_payload_bytes, self.room_bytes)
 
     def empty_payload(self, num_bytes: int, name: int) -> torch.Tensor:
         """A payload of a reserved name, which nobody decodes."""
