@@ -214,7 +214,7 @@ def counts_in_child() -> None:
                 kernels = tuple(kernel for kernel, _ in fake.counted)
                 found.setdefault(name, set()).add((kernels, tuple(sorted(operations.names.items()))))
                 grids = [grid for _, grid in fake.counted]
-                if name.startswith(("apply", "put", "merge", "copy", "split_rows")):
+                if name.startswith(("apply", "put_blocks", "merge", "copy", "split_rows")):
                     assert [grid[1] for grid in grids] == [world_size - 1], (name, grids)
     assert set(found) == {name for name in vars(TileKernels) if not name.startswith("_")}
     for name, ways in found.items():

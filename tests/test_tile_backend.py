@@ -415,8 +415,7 @@ def refusals(rank: int, world_size: int) -> list[list[str]]:
 
 def test_what_cannot_run_is_said_once() -> None:
     for found in run_ranks(refusals, 2):
-        assert [len(notes) for notes in found] == [1, 1, 1]
-        assert "entropy cannot run on" in found[0][0]
+        assert [len(notes) for notes in found] == [0, 1, 1], "entropy has kernels"
         assert "run as in stock FSDP2: the driver is too old" in found[1][0]
 
 
