@@ -383,6 +383,7 @@ def test_a_payload_is_padded_with_zeros(padding: int) -> None:
     num_bytes = loop.announce(0, values)
     loop.settle(num_bytes)
     plain = loop.take_payload(0, values)
+    loop.announce(0, values)
     loop.settle(num_bytes + padding)
     padded = loop.take_payload(0, values)
     assert len(padded) == num_bytes + padding

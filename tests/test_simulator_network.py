@@ -7,6 +7,8 @@ from math import inf
 
 import pytest
 
+from fsdp_ciera.gather.agreement import ROW_BYTES
+from fsdp_ciera.kernels.heads import HEAD_BYTES
 from fsdp_ciera.policies.links import Link
 from fsdp_ciera.policies.machines import MACHINES
 from fsdp_ciera.policies.tables import shipped_tables
@@ -133,15 +135,19 @@ def test_derived_contenders_by_hand() -> None:
     reduced = [event.payload_bytes for event in zero3.events if event.node == "ReduceScatter"]
     assert reduced == [shard] * LAYERS  # half of the 2 bytes that the stand recorded
     zstd = derive(stock, BY_KEY["zstd"], groups, place, GIVEN)
-    assert gathered(zstd, "backward") == [round(shard * 12.4 / 8) + 64] * LAYERS
+    assert gathered(zstd, "backward") == [round(shard * 12.4 / 8) + HEAD_BYTES] * LAYERS
     block = derive(stock, BY_KEY["exponent_block"], groups, place, GIVEN)
-    assert gathered(block, "backward") == pytest.approx([shard * (8 + 1 / 512) / 8 + 64] * LAYERS, abs=1)
-    assert gathered(block, "forward")[1] > gathered(block, "backward")[0]  # the first is the exchange of sizes
+    assert gathered(block, "backward") == pytest.approx([shard * (8 + 1 / 512) / 8 + HEAD_BYTES] * LAYERS, abs=1)
+    assert gathered(block, "forward")[0] > gathered(block, "backward")[0]
+    agreements = [
+        event.payload_bytes for event in block.events if event.node == "AllReduce" and event.phase == "forward"
+    ]
+    assert agreements == [ROW_BYTES * LAYERS]
     delta = derive(stock, BY_KEY["value_delta"], groups, place, GIVEN)
     assert gathered(delta, "backward") == [0] * LAYERS
-    assert 0 < gathered(delta, "forward")[1] < 2 * shard / 16
+    assert 0 < gathered(delta, "forward")[0] < 2 * shard / 16
     blocking = derive(stock, BY_KEY["value_delta"], groups, place, replace(GIVEN, overlap=False))
-    assert gathered(blocking, "backward") == [64] * LAYERS  # headers, without sizes settled
+    assert gathered(blocking, "backward") == [HEAD_BYTES] * LAYERS  # heads alone
 
 
 def test_a_choosing_policy_goes_raw_where_nothing_pays() -> None:

@@ -181,8 +181,7 @@ def said_of_damage(flags: int) -> str:
     """What bits of `Damage` mean, in words."""
     return (
         f"in an earlier gather {'; '.join(meanings_of(flags))}. What was computed with it is wrong: start again from a "
-        "checkpoint. "
-        "fsdp_ciera.detach(model) goes on with stock FSDP2"
+        "checkpoint. fsdp_ciera.detach(model) goes on with stock FSDP2"
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fsdp_ciera.codecs import CODECS
+from fsdp_ciera.gather.agreement import ROW_BYTES
 from fsdp_ciera.kernels.heads import HEAD_BYTES
 from fsdp_ciera.planning.choose import make_plan
 from fsdp_ciera.planning.forecast import Cluster
@@ -29,7 +30,6 @@ from fsdp_ciera.simulator.network import Place
 from fsdp_ciera.simulator.place import part_of
 
 _BLOCK = 512
-_SIZE_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class Assumptions:
     between: Link
     inside: Link
     overlap: bool
-    """Whether sizes are settled ahead and encoding runs beside other work."""
+    """As on CUDA: encoding runs beside other work, and a gather of nothing sends nothing, not even a head."""
     budget: str | None = "8GiB"
     """Caches on a rank, of the policies that choose."""
     is_hierarchical: bool = False
@@ -168,9 +168,10 @@ def _coded(
 ) -> Iterator[Event]:
     """Every stock gather of a group becomes that of its codec: the first one after a change of the weights, then repeats."""
     seen: set[int] = set()
-    if given.overlap and any(coded):  # one small gather settles all sizes
-        yield Event(node="AllGather", phase="forward", group=None, seconds=0.0,
-                    payload_bytes=_SIZE_BYTES * len(coded), num_collectives=1)  # fmt: skip
+    num_coded = sum(found is not None for found in coded)
+    if num_coded:  # one small all-reduce agrees on all of them
+        yield Event(node="AllReduce", phase="forward", group=None, seconds=0.0,
+                    payload_bytes=ROW_BYTES * num_coded, num_collectives=1)  # fmt: skip
     for event in stock.events:
         found = None if event.node != "AllGather" or event.group is None else coded[event.group]
         if found is None or event.group is None:
@@ -179,15 +180,14 @@ def _coded(
         is_repeat = event.group in seen
         seen.add(event.group)
         gather = found[is_repeat]
-        sends = gather.payload_bytes > 0
+        sends = gather.payload_bytes > 0 or not given.overlap  # there a head travels even where nothing changed
         own = replace(event, seconds=0.0, payload_bytes=0, num_collectives=0)
-        if not (given.overlap and is_repeat):  # settled: nothing changed since, and nobody looks
+        if not (given.overlap and is_repeat):  # agreed on: nothing changed since, and nobody looks
             yield replace(own, node="Hash", seconds=gather.hash_seconds)
-        if sends or not (given.overlap and is_repeat):
+        if sends or not is_repeat:
             yield replace(own, node="Cmp", seconds=gather.cmp_seconds)
-        header = HEAD_BYTES if sends or not given.overlap else 0
-        calls = int(sends) + (not given.overlap)
-        yield replace(own, payload_bytes=round(gather.payload_bytes) + header, num_collectives=calls)
+        head_bytes = HEAD_BYTES if sends else 0
+        yield replace(own, payload_bytes=round(gather.payload_bytes) + head_bytes, num_collectives=int(sends))
         if gather.in_node_bytes:
             yield replace(own, node="InNode", payload_bytes=round(gather.in_node_bytes), num_collectives=1)
         yield replace(own, node="Decmp", seconds=gather.decmp_seconds)
