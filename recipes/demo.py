@@ -26,6 +26,7 @@ from fsdp_ciera.recipes.demo_model import DemoModel, prepare_demo_model, python_
 from fsdp_ciera.recipes.figures import draw_bytes
 from fsdp_ciera.recipes.launch import KEEP_MEMORY, run_local_ranks
 from fsdp_ciera.recipes.train import TrainResult, train
+from fsdp_ciera.units import format_in, format_share
 
 _TEXT_BYTES = 400_000
 
@@ -155,10 +156,12 @@ def _table(summary: dict[str, Any]) -> Table:
         for key, amount in sorted(breakdown.items(), key=lambda item: -item[1]["wire_bytes"]):
             raw, wire = amount["raw_bytes"], amount["wire_bytes"]
             ratio = f"{raw / wire:.2f}x" if raw and wire else ""
-            table.add_row(f"{label} {key}", f"{raw / 1e6:,.1f} MB", f"{wire / 1e6:,.1f} MB", ratio)
+            table.add_row(f"{label} {key}", f"{format_in(raw, 'MB')} MB", f"{format_in(wire, 'MB')} MB", ratio)
         table.add_section()
     raw, wire = summary["raw_bytes"], summary["wire_bytes"]
-    table.add_row("all gathers", f"{raw / 1e6:,.1f} MB", f"{wire / 1e6:,.1f} MB", f"{raw / wire:.2f}x", style="bold")
+    table.add_row(
+        "all gathers", f"{format_in(raw, 'MB')} MB", f"{format_in(wire, 'MB')} MB", f"{raw / wire:.2f}x", style="bold"
+    )
     warm = f"{summary['ratio_without_cold_gathers']:.2f}x"
     table.add_row("without the first gathers", "", "", warm, style="bold")
     table.add_section()
@@ -168,8 +171,8 @@ def _table(summary: dict[str, Any]) -> Table:
     medians = [sorted(summary["seconds"][run])[summary["steps"] // 2] for run in ("stock", "ciera")]
     table.add_row("seconds per step, median", *(f"{seconds:.2f}" for seconds in medians), "")
     if stats["num_blocks"]:  # only exponent_block has blocks
-        table.add_row("blocks whose exponents were reused", "", f"{100 * summary['reuse_rate']:.1f} %", "")
-    table.add_row("caches per rank", "0 MB", f"{summary['cache_bytes'] / 1e6:,.1f} MB", "")
+        table.add_row("blocks whose exponents were reused", "", format_share(summary["reuse_rate"]), "")
+    table.add_row("caches per rank", "0 MB", f"{format_in(summary['cache_bytes'], 'MB')} MB", "")
     return table
 
 

@@ -20,6 +20,7 @@ from fsdp_ciera.profiling.profile import ALL, DERIVED_INTERVALS, Profile
 from fsdp_ciera.recipes.config import Recipe, load_recipe
 from fsdp_ciera.recipes.launch import KEEP_MEMORY, run_local_ranks
 from fsdp_ciera.recipes.profile_figures import draw_profile
+from fsdp_ciera.units import format_share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -195,13 +196,13 @@ def cost_of(profile: Profile) -> str:
     if profile.check_share is None or profile.check_seconds is None or profile.step_seconds is None:
         return "the cost of looking was not measured"
     derived = ", ".join(
-        f"{100 * share:.1f} % at {interval}"
+        f"{format_share(share)} at {interval}"
         for interval in DERIVED_INTERVALS
         if interval != profile.interval and (share := profile.derived_check_share(interval)) is not None
     )
     return (
         f"a look took {profile.check_seconds:.3f} s beside steps of {profile.step_seconds:.3f} s: "
-        f"{100 * profile.check_share:.1f} % of the iteration at interval {profile.interval} (derived: {derived})"
+        f"{format_share(profile.check_share)} of the iteration at interval {profile.interval} (derived: {derived})"
     )
 
 

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import deterministic
 
+from fsdp_ciera.errors import CieraFileError
 from fsdp_ciera.recipes import checkpoint
 from fsdp_ciera.recipes.build import (
     build_optimizer,
@@ -305,7 +306,7 @@ def _process_group(parallel: Parallel) -> Iterator[torch.device]:
         dist.init_process_group(backend, timeout=timedelta(seconds=parallel.timeout_seconds))
     try:
         yield device
-    except ValueError:  # RecipeError and CieraPolicyError: raised on all ranks, so none is left waiting
+    except (ValueError, CieraFileError):  # of recipe, policy or table: raised on all ranks, so none is left waiting
         if is_ours:
             dist.destroy_process_group()
         raise

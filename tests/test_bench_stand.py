@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fsdp_ciera.bench import e2e
 from fsdp_ciera.bench.contenders import ABLATION, CONTENDERS, Kind, chosen, reshard_size
 from fsdp_ciera.bench.job import JobModel, JobOptions
-from fsdp_ciera.bench.netns import Cluster, NetnsError
+from fsdp_ciera.bench.netns import Cluster
 from fsdp_ciera.bench.rank import STOPPED, run_forked
 from fsdp_ciera.bench.report import verdicts
 from fsdp_ciera.bench.results import Results
@@ -26,6 +26,7 @@ from fsdp_ciera.bench.ring import ring_reduce_scatter
 from fsdp_ciera.bench.run import RunOptions, measure
 from fsdp_ciera.cli.bench import add_bench
 from fsdp_ciera.cli.main import main
+from fsdp_ciera.errors import NetnsError
 from fsdp_ciera.profiling.trace import Trace
 from fsdp_ciera.testing import run_ranks
 

@@ -16,8 +16,7 @@ from fsdp_ciera.bench.ablation import ablation_steps, ablation_table
 from fsdp_ciera.bench.compare import compare, comparison_table
 from fsdp_ciera.bench.contenders import chosen
 from fsdp_ciera.bench.job import prepare
-from fsdp_ciera.bench.netns import NetnsError, check_available
-from fsdp_ciera.bench.ranks import RankError
+from fsdp_ciera.bench.netns import check_available
 from fsdp_ciera.bench.report import (
     exit_code,
     print_report,
@@ -28,6 +27,7 @@ from fsdp_ciera.bench.report import (
 )
 from fsdp_ciera.bench.results import Results
 from fsdp_ciera.bench.run import RunOptions, measure
+from fsdp_ciera.errors import NetnsError, RankError
 
 _LEAST_WIDTH = 120  # the tables'
 

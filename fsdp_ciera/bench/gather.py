@@ -24,12 +24,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from fsdp_ciera.bench.gather_cells import Cell
 from fsdp_ciera.bench.gather_rank import ONE_UNIT_SHARE, Job
-from fsdp_ciera.bench.gather_report import size_text, speed_text, write_report
+from fsdp_ciera.bench.gather_report import write_report
 from fsdp_ciera.bench.local import LocalCluster
 from fsdp_ciera.bench.machine import num_cores
-from fsdp_ciera.bench.netns import MAX_HOSTS, Cluster, NetnsError, bits_per_second, burst_bytes
-from fsdp_ciera.bench.ranks import Hosts, RankError, Run
+from fsdp_ciera.bench.netns import MAX_HOSTS, Cluster, burst_bytes
+from fsdp_ciera.bench.ranks import Hosts, Run
 from fsdp_ciera.codecs import CODECS
+from fsdp_ciera.errors import GatherError, NetnsError, RankError
+from fsdp_ciera.units import format_bytes, format_host_rate, parse_rate
 
 SMALLEST_BYTES, LARGEST_BYTES = 2**10, 2**34
 _TABLE_WIDTH = 120
@@ -37,10 +39,6 @@ _SECONDS_WITHOUT_A_CELL = 1200.0
 _START_SECONDS = 10.0
 _PLAIN_BYTES_PER_SECOND, _CODEC_BYTES_PER_SECOND = 5e8, 2.5e8
 """Of one core, for the estimate alone: gathered bytes of all ranks that it moves, and that it encodes or decodes."""
-
-
-class GatherError(ValueError):
-    """An option of `ciera bench gather` is not allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +67,7 @@ class GatherOptions:
         for rate in self.rates:
             if rate is not None:
                 try:
-                    bits_per_second(rate)
+                    parse_rate(rate)
                 except ValueError as error:
                     raise GatherError(f"--rate: {error}, or none") from None
                 if self.loopback:
@@ -77,7 +75,7 @@ class GatherOptions:
         for size in self.sizes_bytes:
             if not SMALLEST_BYTES <= size <= LARGEST_BYTES:
                 raise GatherError(
-                    f"--sizes: {size} bytes must be from {size_text(SMALLEST_BYTES)} to {size_text(LARGEST_BYTES)}"
+                    f"--sizes: {size} bytes must be from {format_bytes(SMALLEST_BYTES)} to {format_bytes(LARGEST_BYTES)}"
                 )
         for percent in self.changed_percents:
             if not 0 <= percent <= 100:
@@ -114,7 +112,7 @@ class GatherOptions:
             repeats=tuple(map(self.repeats_of, self.sizes_bytes)),
             changed_percents=self.changed_percents,
             codecs=self.codecs,
-            drain_bytes=0 if rate is None else burst_bytes(bits_per_second(rate)),
+            drain_bytes=0 if rate is None else burst_bytes(parse_rate(rate)),
         )
 
 
@@ -141,7 +139,7 @@ def run_gather(options: GatherOptions) -> int:
         return 2
     wrong = [cell for cell in cells if not cell.is_equal]
     for cell in wrong:
-        where = f"{size_text(cell.size_bytes)}, {cell.changed_percent:g} % changed, {speed_text(cell.rate)}"
+        where = f"{format_bytes(cell.size_bytes)}, {cell.changed_percent:g} % changed, {format_host_rate(cell.rate)}"
         print(f"ciera: {cell.codec} gave other bits than the plain gather: {where}", file=sys.stderr)
     return 1 if wrong else 0
 
@@ -154,7 +152,7 @@ def measure(options: GatherOptions, console: Console) -> list[Cell]:
         total = sum(estimated_seconds(options, rate) for rate in options.rates)
         task = progress.add_task("", total=total)
         for rate in options.rates:
-            progress.update(task, description=f"{speed_text(rate)}: starting {options.num_ranks} ranks")
+            progress.update(task, description=f"{format_host_rate(rate)}: starting {options.num_ranks} ranks")
 
             def note(done: int, rate: str | None = rate) -> None:
                 place = done // len(options.codecs)
@@ -166,7 +164,7 @@ def measure(options: GatherOptions, console: Console) -> list[Cell]:
                     for i in range(place)
                 )  # fmt: skip
                 earlier = sum(estimated_seconds(options, r) for r in options.rates[: options.rates.index(rate)])
-                text = f"{speed_text(rate)}: {size_text(size)}, {percent:g} % changed"
+                text = f"{format_host_rate(rate)}: {format_bytes(size)}, {percent:g} % changed"
                 progress.update(task, description=text, completed=earlier + _START_SECONDS + spent)
 
             with _hosts(options, rate) as hosts:
@@ -239,8 +237,8 @@ def _cell_seconds(options: GatherOptions, rate: str | None, size_bytes: int, cha
     link_seconds = 0.0
     if rate is not None:
         sent_bytes = size_bytes * (options.num_ranks - 1) / options.num_ranks
-        burst_seconds = 8 * 2 * burst_bytes(bits_per_second(rate)) / bits_per_second(rate)
-        link_seconds = 8 * sent_bytes * sum(shares) / bits_per_second(rate) + burst_seconds * len(shares)
+        burst_seconds = 8 * 2 * burst_bytes(parse_rate(rate)) / parse_rate(rate)
+        link_seconds = 8 * sent_bytes * sum(shares) / parse_rate(rate) + burst_seconds * len(shares)
     all_bytes = size_bytes * options.num_ranks / num_cores()
     core_seconds = all_bytes * (len(shares) / _PLAIN_BYTES_PER_SECOND + len(options.codecs) / _CODEC_BYTES_PER_SECOND)
     return rounds * (link_seconds + core_seconds + 0.01 * len(shares))

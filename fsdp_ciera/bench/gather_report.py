@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fsdp_ciera.bench.gather_cells import Cell, Crossover, LinkBreakEven, crossovers, link_break_evens
+from fsdp_ciera.units import format_bytes, format_host_rate
 
 FORMAT = 1
 CSV_COLUMNS = ("rate", "codec", "size_bytes", "changed_percent", "measured_changed_percent", "repeats", "plain_seconds",
@@ -68,7 +69,9 @@ def tables(cells: Sequence[Cell], found: Sequence[Crossover], over_links: Sequen
 
 def _speed_ups(cells: Sequence[Cell], rate: str | None) -> Table:
     codecs = list(dict.fromkeys(cell.codec for cell in cells))
-    table = Table(title=f"Seconds of a plain gather / ours, {speed_text(rate)} (size: the gathered total)", box=SIMPLE)
+    table = Table(
+        title=f"Seconds of a plain gather / ours, {format_host_rate(rate)} (size: the gathered total)", box=SIMPLE
+    )
     for heading in ("size", "changed", "plain ms", *codecs):
         table.add_column(heading, justify="right", no_wrap=True)
     by_place: dict[tuple[int, float], dict[str, Cell]] = {}
@@ -80,7 +83,7 @@ def _speed_ups(cells: Sequence[Cell], rate: str | None) -> Table:
             table.add_section()
         any_cell = next(iter(of_place.values()))
         ratios = [_ratio_text(of_place[codec]) for codec in codecs]
-        first = size_text(size) if size != last_size else ""
+        first = format_bytes(size) if size != last_size else ""
         table.add_row(first, f"{percent:g} %", f"{1e3 * any_cell.plain_seconds:,.1f}", *ratios)
         last_size = size
     return table
@@ -97,7 +100,7 @@ def _ratio_text(cell: Cell) -> str:
 def _crossover_table(found: Sequence[Crossover], rate: str | None) -> Table:
     codecs = list(dict.fromkeys(one.codec for one in found))
     table = Table(
-        title=f"Ours is faster from this size on, {speed_text(rate)} (~ where both are equal; -: at no size)",
+        title=f"Ours is faster from this size on, {format_host_rate(rate)} (~ where both are equal; -: at no size)",
         box=SIMPLE,
     )
     for heading in ("changed", *codecs):
@@ -114,13 +117,13 @@ def _crossover_text(one: Crossover) -> str:
     if one.smallest_faster_bytes is None:
         return "-"
     if one.break_even_bytes is None:
-        return f"all, from {size_text(one.smallest_faster_bytes)}"
-    return f"{size_text(one.smallest_faster_bytes)} (~{size_text(one.break_even_bytes)})"
+        return f"all, from {format_bytes(one.smallest_faster_bytes)}"
+    return f"{format_bytes(one.smallest_faster_bytes)} (~{format_bytes(one.break_even_bytes)})"
 
 
 def _link_table(over_links: Sequence[LinkBreakEven]) -> Table:
     codecs = list(dict.fromkeys(one.codec for one in over_links))
-    size = size_text(over_links[0].size_bytes)
+    size = format_bytes(over_links[0].size_bytes)
     table = Table(title=f"Ours is faster on links up to this speed, at {size} (as plain gathers reach it)", box=SIMPLE)
     for heading in ("changed", *codecs):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -136,20 +139,3 @@ def _link_text(one: LinkBreakEven) -> str:
     if one.bits_per_second is None:
         return "all measured" if one.always else "none measured"
     return f"{one.bits_per_second / 1e6:,.0f} Mbit/s"
-
-
-def size_text(num_bytes: float) -> str:
-    """`"64 KiB"`, `"1.5 MiB"`."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if num_bytes >= unit:
-            number = num_bytes / unit
-            return f"{number:.0f} {name}" if number >= 100 else f"{number:.3g} {name}"
-    return f"{num_bytes:.0f} B"
-
-
-def speed_text(rate: str | None) -> str:
-    """`"200mbit"` -> `"200 Mbit/s a host"`."""
-    if rate is None:
-        return "no limit"
-    digits = rate.rstrip("abcdefghijklmnopqrstuvwxyz")
-    return f"{digits} {rate[len(digits) :].capitalize()}/s a host"

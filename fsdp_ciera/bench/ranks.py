@@ -16,15 +16,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Self
 
+from fsdp_ciera.errors import RankError
+
 _SECONDS_FOR_PEERS_OF_A_FAILED_RANK = 5.0
-
-
-class RankError(RuntimeError):
-    """A rank ended with an error or the run took too long. `results` has what each rank wrote until then."""
-
-    def __init__(self, message: str, results: list[RankResult]) -> None:
-        super().__init__(message)
-        self.results = results
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ from rich.text import Text
 
 from fsdp_ciera.bench.contenders import CONTENDERS, FSDP2, KEEP, Contender, Kind
 from fsdp_ciera.bench.results import Measured, Results, Setting, Step
+from fsdp_ciera.errors import ReportError
+from fsdp_ciera.units import format_number, format_share
 
 DEFAULT = "default"
 """Our default policy."""
@@ -36,10 +38,6 @@ BYTES_BAR_PERCENT, SLOWER_BAR_PERCENT = 1.0, 2.0
 MARKS = ((FSDP2, "FSDP2", 2.3), (KEEP, "FSDP2 reshard_after_forward=False", 1.8))
 """How many times shorter iterations of the default policy are to be, in the setting below."""
 MARK_HOSTS, MARK_RATE = 4, "200mbit"
-
-
-class ReportError(ValueError):
-    """Results cannot be shown, drawn or compared as asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,9 +188,9 @@ def time_table(setting: Setting, summaries: Sequence[Summary]) -> Table:
         seconds = (summary.seconds, summary.p5_seconds, summary.p95_seconds, *summary.part_seconds.values())
         made.add_row(
             Text(summary.label),
-            *(_number(value, 3) for value in seconds),
-            Text(_number(summary.stock_ratio, 2), "red" if summary.is_slower else ""),
-            _number(summary.keep_ratio, 2),
+            *(format_number(value, 3) for value in seconds),
+            Text(format_number(summary.stock_ratio, 2), "red" if summary.is_slower else ""),
+            format_number(summary.keep_ratio, 2),
             style=_style(summary),
         )
     return made
@@ -219,13 +217,13 @@ def bytes_table(setting: Setting, summaries: Sequence[Summary]) -> Table:
         sent = (summary.gathered_bytes, summary.counted_bytes, summary.interface_bytes)
         made.add_row(
             Text(summary.label),
-            *(_number(value / 1e6, 2) for value in sent),
+            *(format_number(value / 1e6, 2) for value in sent),
             "-" if math.isnan(percent) else f"{percent:+.2f} %",
             *(
-                _number(value / 1e6 if summary.measured.steps else math.nan, 0)
+                format_number(value / 1e6 if summary.measured.steps else math.nan, 0)
                 for value in (summary.measured.peak_memory_bytes, summary.measured.cache_bytes)
             ),
-            _number(summary.loss, 6),
+            format_number(summary.loss, 6),
             _loss_text(summary),
             style=_style(summary),
         )
@@ -245,10 +243,6 @@ def _table(title: str, caption: str, headings: Sequence[str]) -> Table:
     for heading in headings:
         made.add_column(heading, justify="right", no_wrap=True)
     return made
-
-
-def _number(value: float, num_digits: int) -> str:
-    return "-" if math.isnan(value) else f"{value:,.{num_digits}f}"
 
 
 def _style(summary: Summary) -> str | None:
@@ -279,7 +273,7 @@ def verdicts(results: Results, contenders: Mapping[str, Contender] = CONTENDERS)
         for key, name, mark in MARKS:
             ratio = _ratio(median_seconds(results.of(key)), default)
             passed = None if math.isnan(ratio) else ratio >= mark
-            text = f"default policy {_number(ratio, 3)}x as fast as {name} (mark {mark})"
+            text = f"default policy {format_number(ratio, 3)}x as fast as {name} (mark {mark})"
             found.append(Verdict(name=f"{mark}x", passed=passed, text=text, decides=False))
     return found
 
@@ -351,7 +345,7 @@ def _never_slower(summaries: Sequence[Summary]) -> Verdict:
     slow = [one for one in known if one.is_slower]
     worst = min(known, key=lambda one: one.stock_ratio)
     text = f"of our policies, {len(slow)} of {len(known)} take over {SLOWER_BAR_PERCENT:g} % longer than FSDP2"
-    named = "; ".join(f"{one.label} {100 * (1 / one.stock_ratio - 1):+.1f} %" for one in slow or [worst])
+    named = "; ".join(f"{one.label} {format_share(1 / one.stock_ratio - 1, signed=True)}" for one in slow or [worst])
     return Verdict(
         name="never slower",
         passed=not slow,

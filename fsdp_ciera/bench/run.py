@@ -27,11 +27,12 @@ from fsdp_ciera.bench.contenders import Contender
 from fsdp_ciera.bench.job import JobModel, JobOptions
 from fsdp_ciera.bench.local import LocalCluster
 from fsdp_ciera.bench.machine import machine_name, num_cores
-from fsdp_ciera.bench.netns import Cluster, bits_per_second
+from fsdp_ciera.bench.netns import Cluster
 from fsdp_ciera.bench.rank import STOPPED
 from fsdp_ciera.bench.ranks import Run
 from fsdp_ciera.bench.results import Measured, Results, Setting, Step
 from fsdp_ciera.recipes.launch import KEEP_MEMORY, free_port
+from fsdp_ciera.units import parse_rate
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 20.0  # for the other ranks of a turn in which one has failed
@@ -196,7 +197,7 @@ def _setting_of_ranks(options: RunOptions, model: JobModel) -> dict[str, Any]:
         "timed_steps": options.timed_steps,
         "reduce_scatter": options.reduce_scatter,
         "num_cores": num_cores(),
-        "rate_bits_per_second": None if options.rate is None else bits_per_second(options.rate),
+        "rate_bits_per_second": None if options.rate is None else parse_rate(options.rate),
     }
 
 

@@ -69,7 +69,8 @@ def add_gather(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _gather(parsed: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from fsdp_ciera.bench.gather import GatherError, GatherOptions, run_gather
+    from fsdp_ciera.bench.gather import GatherOptions, run_gather
+    from fsdp_ciera.errors import GatherError
 
     rates = parsed.rate or (["none"] if parsed.loopback else ["200mbit", "1gbit"])
     try:
@@ -91,11 +92,10 @@ def _gather(parsed: argparse.Namespace) -> int:
 
 
 def _size(text: str) -> int:
-    from fsdp_ciera.bench.gather import GatherError
-    from fsdp_ciera.errors import CieraPolicyError
-    from fsdp_ciera.policy import parse_byte_size
+    from fsdp_ciera.errors import GatherError, UnitError
+    from fsdp_ciera.units import parse_bytes
 
     try:
-        return parse_byte_size(text)
-    except CieraPolicyError:
+        return parse_bytes(text)
+    except UnitError:
         raise GatherError(f'--sizes: {text!r} is not a byte size such as "64KiB" or "1MiB"') from None

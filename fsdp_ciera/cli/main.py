@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fsdp_ciera.cli.arguments import count, count_or_zero
 from fsdp_ciera.cli.bench import add_bench
 from fsdp_ciera.cli.simulate import add_simulate
-from fsdp_ciera.errors import CieraPolicyError, RecipeError
+from fsdp_ciera.errors import CieraFileError, CieraPolicyError, MissingPackageError, RecipeError, UnitError
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = parsed.run
     try:
         return run(parsed)
-    except (RecipeError, CieraPolicyError) as error:
+    except (RecipeError, CieraPolicyError, UnitError, CieraFileError, MissingPackageError) as error:
         # Such errors are raised on all ranks; one line per machine is enough.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"ciera: {error}", file=sys.stderr)

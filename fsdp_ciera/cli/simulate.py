@@ -78,7 +78,7 @@ def add_simulate(commands: _Commands) -> None:
 def _simulate(parsed: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from fsdp_ciera.simulator.errors import SimulationError
+    from fsdp_ciera.errors import SimulationError
     from fsdp_ciera.simulator.run import SimulateOptions, run_simulate
 
     def path(text: str | None) -> Path | None:

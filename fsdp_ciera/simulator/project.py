@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from fsdp_ciera.bench.contenders import CONTENDERS, Kind
+from fsdp_ciera.errors import SimulationError
 from fsdp_ciera.profiling.trace import Trace
 from fsdp_ciera.simulator.engine import Schedule, simulate
-from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.graph import build, priced
 from fsdp_ciera.simulator.modelled import ComputeCosts, ModelParameters, stock_step
 from fsdp_ciera.simulator.network import Network, Place, sent_bytes

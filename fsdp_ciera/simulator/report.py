@@ -11,6 +11,7 @@ from rich.table import Table
 from fsdp_ciera.simulator.calibrate import Calibration
 from fsdp_ciera.simulator.project import Point
 from fsdp_ciera.simulator.validate import BAR, Check, Validation
+from fsdp_ciera.units import format_digits, format_number, format_share
 
 STAMP = "UNVALIDATED"
 FORMAT = 1
@@ -26,10 +27,10 @@ def validation_table(validation: Validation) -> Table:
         made.add_row(
             check.contender,
             str(check.setting),
-            f"{check.predicted_seconds:.3f}",
-            f"{check.measured_seconds:.3f}",
-            f"{100 * check.measured_scatter:.1f} %",
-            f"{100 * check.error:+.1f} %",
+            format_number(check.predicted_seconds, 3),
+            format_number(check.measured_seconds, 3),
+            format_share(check.measured_scatter),
+            format_share(check.error, signed=True),
             remark(check),
             style="red" if misses else None if check.is_independent else "dim",
         )
@@ -62,13 +63,8 @@ def projection_table(
         by_contender.setdefault(point.contender, []).append(point)
     for key, its in by_contender.items():
         source = its[0].source + (", validated" if key in validated else "")
-        made.add_row(its[0].label, source, *(f"{seconds_text(one.seconds)} ({one.speedup:.2f}x)" for one in its))
+        made.add_row(its[0].label, source, *(f"{format_digits(one.seconds)} ({one.speedup:.2f}x)" for one in its))
     return made
-
-
-def seconds_text(seconds: float) -> str:
-    """Three digits or so."""
-    return f"{seconds:.3g}" if seconds < 100 else f"{seconds:,.0f}"
 
 
 def as_json(

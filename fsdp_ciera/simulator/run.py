@@ -9,12 +9,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from fsdp_ciera.errors import CieraFileError, MissingPackageError, SimulationError, UnitError
 from fsdp_ciera.policies.links import Link, parse_link
 from fsdp_ciera.policies.tables import load_table, table_for_model
 from fsdp_ciera.policy import CieraPolicy
 from fsdp_ciera.profiling.trace import Trace
 from fsdp_ciera.recipes.plan import codec_costs, meta_model
-from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.figures import Panel, draw_projection, draw_timeline
 from fsdp_ciera.simulator.modelled import ComputeCosts, ModelParameters
 from fsdp_ciera.simulator.network import Network, Place
@@ -31,9 +31,10 @@ from fsdp_ciera.simulator.project import (
     schedule,
 )
 from fsdp_ciera.simulator.report import STAMP, as_json, projection_table, validation_table
-from fsdp_ciera.simulator.runs import Run, Setting, load_run, load_trace, parse_rate
+from fsdp_ciera.simulator.runs import Run, Setting, load_run, load_trace
 from fsdp_ciera.simulator.schemes import Assumptions
 from fsdp_ciera.simulator.validate import BAR, Predictor, Validation, validate
+from fsdp_ciera.units import format_share, parse_rate
 
 REFUSED = 3
 """The exit code of a projection that nothing vouches for."""
@@ -79,7 +80,8 @@ class SimulateOptions:
 
 
 def run_simulate(options: SimulateOptions) -> int:
-    """Returns 0, or 3 where measured runs do not vouch for the projection. Raises `SimulationError` or `CieraPolicyError`."""
+    """Returns 0, or 3 where measured runs do not vouch for the projection. Raises the errors
+    of `fsdp_ciera.errors` that a command says in one line."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)
@@ -136,9 +138,9 @@ def _refuse(validation: Validation) -> None:
     for check in validation.counted:
         if abs(check.error) > BAR:
             text = (
-                f"  {check.contender} on {check.setting}: {100 * check.error:+.1f} % (predicted "
+                f"  {check.contender} on {check.setting}: {format_share(check.error, signed=True)} (predicted "
                 f"{check.predicted_seconds:.3f} s, measured {check.measured_seconds:.3f} s; its iterations scatter by "
-                f"{100 * check.measured_scatter:.1f} %)"
+                f"{format_share(check.measured_scatter)})"
             )
             console.print(text, highlight=False, markup=False)
     console.print("  --unvalidated projects all the same, and stamps every output", highlight=False, markup=False)
@@ -307,9 +309,9 @@ def _draw(
             title = f"projection of {job.name}, {_where(options)}"
             draw_projection(title, points, options.plot_projection, is_unvalidated)
     except ImportError:
-        raise SimulationError("--plot needs matplotlib: pip install 'fsdp-ciera[plot]'") from None
+        raise MissingPackageError("--plot needs matplotlib: pip install 'fsdp-ciera[plot]'") from None
     except OSError as error:
-        raise SimulationError(f"--plot: {error.filename!r} cannot be written: {error.strerror}") from None
+        raise CieraFileError(f"--plot: {error.filename!r} cannot be written: {error.strerror}") from None
 
 
 def _panels(options: SimulateOptions, job: Job, cluster: Cluster, given: Assumptions, place: Place) -> list[Panel]:
@@ -326,12 +328,12 @@ def _panels(options: SimulateOptions, job: Job, cluster: Cluster, given: Assumpt
 def _link(option: str, text: str) -> Link:
     try:
         return parse_link(text)
-    except ValueError as error:
-        raise SimulationError(f"{option}: {error}") from None
+    except UnitError as error:
+        raise UnitError(f"{option}: {error}") from None
 
 
 def _write(option: str, path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise SimulationError(f"{option}: {str(path)!r} cannot be written: {error.strerror}") from None
+        raise CieraFileError(f"{option}: {str(path)!r} cannot be written: {error.strerror}") from None

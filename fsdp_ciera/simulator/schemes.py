@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fsdp_ciera.codecs import CODECS
+from fsdp_ciera.errors import SimulationError
 from fsdp_ciera.kernels.heads import HEAD_BYTES
 from fsdp_ciera.planning.choose import make_plan
 from fsdp_ciera.planning.forecast import Cluster
@@ -24,7 +25,6 @@ from fsdp_ciera.policies.payloads import Payload, expected_payload
 from fsdp_ciera.policies.tables import Table, rates_for
 from fsdp_ciera.policy import CieraPolicy
 from fsdp_ciera.profiling.trace import Event, Trace
-from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.network import Place
 from fsdp_ciera.simulator.place import part_of
 

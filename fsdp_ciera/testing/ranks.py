@@ -25,15 +25,13 @@ from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any
 
+from fsdp_ciera.errors import RankFailure
+
 PRELOADED = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.optim", "fsdp_ciera"]
 """What ranks need anyhow; imported once, in the server that they are forked from."""
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)
-
-
-class RankFailure(AssertionError):
-    """A rank raised, died or ran out of time. Carries the text of each failed rank's traceback."""
 
 
 @dataclass(frozen=True)
