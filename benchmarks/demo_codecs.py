@@ -34,8 +34,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from fsdp_ciera.cli.demo import DemoOptions
+from fsdp_ciera.cli.tasks.demo import demo_recipe
 from fsdp_ciera.recipes.config import Recipe
-from fsdp_ciera.recipes.demo import DemoOptions, demo_recipe
 from fsdp_ciera.recipes.demo_model import prepare_demo_model
 from fsdp_ciera.recipes.launch import KEEP_MEMORY, run_local_ranks
 from fsdp_ciera.recipes.train import TrainResult, train

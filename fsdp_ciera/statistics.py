@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from fsdp_ciera.planning.plan import Plan
 from fsdp_ciera.units import format_in
 
 OVERHEAD = "overhead"
 """The entry of every breakdown that holds headers, padding to the largest payload, and checks by `verify=`."""
+
+if TYPE_CHECKING:
+    from fsdp_ciera.planning.plan import Plan
 
 
 @dataclass

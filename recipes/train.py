@@ -45,7 +45,7 @@ from fsdp_ciera.recipes.together import on_every_rank
 from fsdp_ciera.recipes.tracer import Tracer
 
 if TYPE_CHECKING:
-    from fsdp_ciera import CieraStats
+    from fsdp_ciera.statistics import CieraStats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +208,7 @@ def _step(run: _Run, step: int, tracer: Tracer) -> dict[str, float]:
     run.scheduler.step()
     run.optimizer.zero_grad(set_to_none=True)
     if before is not None and run.device.type == "cuda":
-        from fsdp_ciera import settle_sizes
+        from fsdp_ciera.api import settle_sizes
 
         settle_sizes(run.model)  # on CUDA gathers are compressed only then
     values = {"loss": _mean_over_ranks(loss), "grad_norm": float(norm), "lr": learning_rate}
@@ -287,7 +287,7 @@ def _ciera_stats(run: _Run) -> CieraStats | None:
     """What this rank has sent so far; `None` for stock FSDP2."""
     if run.recipe.ciera.policy == "none":
         return None
-    from fsdp_ciera import stats
+    from fsdp_ciera.api import stats
 
     return stats(run.model)
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fsdp_ciera.bench import gather, netns
+from fsdp_ciera.bench import netns
 from fsdp_ciera.bench.gather_cells import Cell, crossovers, link_break_evens
 from fsdp_ciera.bench.gather_rank import Job, Outcome, measure, moved
-from fsdp_ciera.cli.bench_gather import add_gather
+from fsdp_ciera.cli.main import main
+from fsdp_ciera.cli.tasks import bench_gather as gather
 from fsdp_ciera.testing import run_ranks
 from fsdp_ciera.units import format_bytes, format_host_rate
 
@@ -25,11 +24,7 @@ KIB, MIB = 2**10, 2**20
 
 
 def run_command(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    add_gather(parser.add_subparsers())
-    parsed = parser.parse_args(["gather", *arguments])
-    run: Callable[[argparse.Namespace], int] = parsed.run
-    return run(parsed)
+    return main(["bench", "gather", *arguments])
 
 
 def cell(size_bytes: int, ratio: float, **changes: Any) -> Cell:

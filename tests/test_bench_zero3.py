@@ -21,7 +21,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fsdp_ciera.bench.job import Job, JobOptions
+from fsdp_ciera.bench.job import Job
+from fsdp_ciera.bench.options import JobOptions
 from fsdp_ciera.bench.zero3 import Zero3Job, build_engine
 from fsdp_ciera.errors import MissingPeerError, PeerError
 from fsdp_ciera.testing import run_ranks

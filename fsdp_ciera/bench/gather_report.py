@@ -39,15 +39,6 @@ def write_report(cells: Sequence[Cell], setting: Mapping[str, Any], folder: Path
     (folder / "gathers.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     for table in tables(cells, found, over_links):
         console.print(table)
-    written = ["gathers.csv", "gathers.json"]
-    try:
-        from fsdp_ciera.bench.gather_figure import draw
-
-        draw(cells, setting, folder / "gathers.png")
-        written.append("gathers.png")
-    except ImportError:
-        console.print("no picture: it needs matplotlib (pip install 'fsdp-ciera[plot]')", markup=False)
-    console.print(f"written to {folder}: {', '.join(written)}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _write_csv(cells: Sequence[Cell], path: Path) -> None:

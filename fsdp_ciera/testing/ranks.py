@@ -27,7 +27,7 @@ from typing import Any
 
 from fsdp_ciera.errors import RankFailure
 
-PRELOADED = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.optim", "fsdp_ciera"]
+PRELOADED = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.optim", "fsdp_ciera.api"]
 """What ranks need anyhow; imported once, in the server that they are forked from."""
 
 _context = mp.get_context("forkserver")

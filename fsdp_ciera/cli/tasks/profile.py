@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,30 +14,17 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from fsdp_ciera.cli.figures.profile import draw_profile
+from fsdp_ciera.cli.profile import ProfileOptions
 from fsdp_ciera.errors import RecipeError
 from fsdp_ciera.policies.rates import Rates
 from fsdp_ciera.profiling.profile import ALL, DERIVED_INTERVALS, Profile
 from fsdp_ciera.recipes.config import Recipe, load_recipe
 from fsdp_ciera.recipes.launch import KEEP_MEMORY, run_local_ranks
-from fsdp_ciera.recipes.profile_figures import draw_profile
 from fsdp_ciera.units import format_share
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileOptions:
-    """What the command line can say. See `fsdp_ciera.Profiler` for the first two."""
-
-    recipe: Path
-    overrides: tuple[str, ...] = ()
-    interval: int = 1
-    warmup_steps: int = 30
-    output: Path | None = None
-    """Left out: `<train.output>/profile`."""
-    table: str | None = None
-    """Left out: the name of the model's folder."""
 
 
 def run_profile(options: ProfileOptions) -> int:

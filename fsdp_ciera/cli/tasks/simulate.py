@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
+from fsdp_ciera.cli.figures.simulate import Panel, draw_projection, draw_timeline
+from fsdp_ciera.cli.simulate import SimulateOptions
+from fsdp_ciera.cli.tasks.plan import codec_costs, meta_model
 from fsdp_ciera.errors import CieraFileError, MissingPackageError, SimulationError, UnitError
 from fsdp_ciera.policies.links import Link, parse_link
 from fsdp_ciera.policies.tables import load_table, table_for_model
 from fsdp_ciera.policy import CieraPolicy
 from fsdp_ciera.profiling.trace import Trace
-from fsdp_ciera.recipes.plan import codec_costs, meta_model
-from fsdp_ciera.simulator.figures import Panel, draw_projection, draw_timeline
 from fsdp_ciera.simulator.modelled import ComputeCosts, ModelParameters
 from fsdp_ciera.simulator.network import Network, Place
 from fsdp_ciera.simulator.place import Machine
@@ -40,43 +41,6 @@ REFUSED = 3
 """The exit code of a projection that nothing vouches for."""
 _WIDTH = 140
 """Of tables that go to a file or pipe."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulateOptions:
-    """What the command line says."""
-
-    traces: tuple[Path, ...] = ()
-    model: str | None = None
-    calibrate: tuple[Path, ...] = ()
-    validate: tuple[Path, ...] = ()
-    unvalidated: bool = False
-    save_calibration: Path | None = None
-    gpus: tuple[int, ...] = (8, 16)
-    ranks_per_node: int = 8
-    topology: str = "flat"
-    between_nodes: str = "8GB/s 30us"
-    in_node: str = "230GB/s 15us"
-    hop_seconds: float = 9.6e-6
-    in_node_hop_seconds: float = 3.4e-6
-    rate: str | None = None
-    schedule: str = "auto"
-    speedup: float = 1.0
-    compute_seconds: float | None = None
-    flops_per_second: float = 125e12
-    tokens: int = 4096
-    backward_factor: float = 2.0
-    reduce_dtype: str = "float32"
-    learning_rate: float = 1e-5
-    table: str | None = None
-    costs: str = "a100"
-    budget: str = "8GiB"
-    contenders: tuple[str, ...] | None = None
-    json_path: str | None = None
-    plot: Path | None = None
-    plot_contender: str = "default"
-    plot_gpus: int | None = None
-    plot_projection: Path | None = None
 
 
 def run_simulate(options: SimulateOptions) -> int:
@@ -107,7 +71,7 @@ def run_simulate(options: SimulateOptions) -> int:
         return REFUSED
     job, cluster, given, notes = _prepare(options, predictor, calibrated)
     keys = _keys(options, job)
-    points = project(job, cluster, options.gpus, keys, given)
+    points = project(job, cluster, options.world_sizes, keys, given)
     notes = [validation.verdict(), *notes]
     if options.json_path is not None:
         calibration = None if predictor is None else predictor.calibration
@@ -177,12 +141,12 @@ def _prepare(
         given = replace(given, between=Link(0.0, min(rate, 1e12)), inside=Link(0.0, 1e12))
         notes += stand_notes
     else:
-        network = Network.of_links(links[0], links[1], options.hop_seconds, options.in_node_hop_seconds)
+        network = Network.of_links(links[0], links[1], 1e-6 * options.hop_us, 1e-6 * options.in_node_hop_us)
         cluster = Cluster(ranks_per_host=options.ranks_per_node, network=lambda _: network, is_serial=is_serial)
         job, job_notes = _job(options, runs)
         notes += [
-            f"links: {network.label}; a hop {1e6 * options.hop_seconds:g} us between nodes, "
-            f"{1e6 * options.in_node_hop_seconds:g} us inside (NCCL's tuning model); every rank has a device of its own",
+            f"links: {network.label}; a hop {options.hop_us:g} us between nodes, "
+            f"{options.in_node_hop_us:g} us inside (NCCL's tuning model); every rank has a device of its own",
             *job_notes,
         ]
     notes.append(
@@ -256,7 +220,7 @@ def _job(options: SimulateOptions, runs: Sequence[Run]) -> tuple[Job, list[str]]
 
 def _keys(options: SimulateOptions, job: Job) -> list[str]:
     known = job.keys()
-    if options.contenders is None:
+    if not options.contenders:
         return known
     unknown = [key for key in options.contenders if key not in known]
     if unknown:
@@ -300,8 +264,8 @@ def _draw(
 ) -> None:
     try:
         if options.plot is not None:
-            several = [size for size in options.gpus if size > options.ranks_per_node]
-            size = options.plot_gpus or min(several or [max(options.gpus)])
+            several = [size for size in options.world_sizes if size > options.ranks_per_node]
+            size = options.plot_gpus or min(several or [max(options.world_sizes)])
             place = place_at(size, options.ranks_per_node)
             title = f"one step of {job.name}, on {size:,} ranks, {_where(options)}"
             draw_timeline(title, _panels(options, job, cluster, given, place), options.plot, is_unvalidated)

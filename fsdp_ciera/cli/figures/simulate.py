@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_ciera.recipes.figures import CIERA_COLOR, STOCK_COLOR
+from fsdp_ciera.cli.figures.demo import CIERA_COLOR, STOCK_COLOR
 from fsdp_ciera.simulator.engine import Schedule
 from fsdp_ciera.simulator.project import Point
 from fsdp_ciera.simulator.report import STAMP

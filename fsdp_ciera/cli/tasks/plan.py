@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from rich.table import Table as RichTable
 from torch import nn
 
 from fsdp_ciera.backends import backend_of
+from fsdp_ciera.cli.figures.plan import draw_plan
+from fsdp_ciera.cli.plan import PlanOptions
 from fsdp_ciera.errors import CieraFileError, MissingPackageError, UnitError
 from fsdp_ciera.planning.forecast import Cluster, Contender, Forecast, forecast
 from fsdp_ciera.planning.measure import measure_costs
@@ -25,37 +26,11 @@ from fsdp_ciera.policies.links import Link, parse_link
 from fsdp_ciera.policies.machines import MACHINES
 from fsdp_ciera.policies.tables import load_table, table_for_model
 from fsdp_ciera.policy import CieraPolicy
-from fsdp_ciera.recipes.plan_figure import draw_plan
 from fsdp_ciera.units import format_in
 
 THIS_MACHINE = "this-machine"
 _WIDTH = 120
 """Of tables that go to a file or pipe."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """What the command line says."""
-
-    model: str
-    world_size: int
-    ranks_per_node: int
-    between_nodes: str
-    in_node: str
-    lr: float
-    budget: str
-    micro_batches: int = 1
-    codecs: tuple[str, ...] | None = None
-    """`None`: those of the default policy."""
-    paper: bool = False
-    """Plan as published: one codec, greedy."""
-    topology: str = "auto"
-    costs: str = "a100"
-    table: str | None = None
-    reduce_dtype: str = "float32"
-    json_path: str | None = None
-    """`"-"`: to stdout, and no tables."""
-    plot: Path | None = None
 
 
 def run_plan(options: PlanOptions) -> int:
@@ -67,7 +42,7 @@ def run_plan(options: PlanOptions) -> int:
         "micro_batches": options.micro_batches,
         "topology": options.topology,
     }
-    if options.codecs is not None:
+    if options.codecs:
         changes["codecs"] = options.codecs
     policy = CieraPolicy.paper(**changes) if options.paper else CieraPolicy(**changes)
     cluster = Cluster(

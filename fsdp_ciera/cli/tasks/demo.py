@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,16 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from fsdp_ciera import CieraPolicy
+from fsdp_ciera.cli.demo import DemoOptions
+from fsdp_ciera.cli.figures.demo import draw_bytes
+from fsdp_ciera.policy import CieraPolicy
 from fsdp_ciera.recipes.config import Ciera, Data, Metrics, Model, Optimizer, Parallel, Recipe, Schedule, Train
 from fsdp_ciera.recipes.demo_model import DemoModel, prepare_demo_model, python_source_files
-from fsdp_ciera.recipes.figures import draw_bytes
 from fsdp_ciera.recipes.launch import KEEP_MEMORY, run_local_ranks
 from fsdp_ciera.recipes.train import TrainResult, train
 from fsdp_ciera.units import format_in, format_share
 
 _TEXT_BYTES = 400_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoOptions:
-    """What the command line can change."""
-
-    output: Path = Path("runs/demo")
-    ranks: int = 4
-    steps: int = 14
-    lr: float = 1e-5
-    seq_len: int = 128
-    codec: str = "exponent_block"
 
 
 def run_demo(options: DemoOptions) -> int:
