@@ -187,7 +187,7 @@ def test_a_turn_that_dies_is_told_apart_from_one_that_raises(tmp_path: Path) -> 
     run_forked(lambda: {"a": 1 / 0}, tmp_path / "raised.json", stop)
     assert json.loads((tmp_path / "raised.json").read_text())["failure"] == "ZeroDivisionError: division by zero"
     stop.touch()
-    run_forked(lambda: {"a": time.sleep(600)}, tmp_path / "stopped.json", stop)
+    run_forked(lambda: {"a": time.sleep(600)}, tmp_path / "stopped.json", stop)  # type: ignore[func-returns-value]
     assert json.loads((tmp_path / "stopped.json").read_text()) == {"failure": STOPPED}
 
 

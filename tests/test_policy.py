@@ -152,7 +152,7 @@ def surface(rank: int, world_size: int) -> None:
     assert isinstance(get_comm(param_groups(foreign)[0]), Other)
 
     pair = [nn.Linear(8, 8), nn.Linear(8, 8)]
-    assert fully_shard(pair, ciera_policy=policy) is pair
+    assert fully_shard(pair, ciera_policy=policy) is pair  # type: ignore[type-var]
     assert fully_shard.state(pair[0]) is torch_fully_shard.state(pair[0])
     model = nn.Sequential(*pair)
     fully_shard(model, ciera_policy=policy)
