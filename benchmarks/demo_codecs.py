@@ -36,9 +36,10 @@ from rich.table import Table
 
 from fsdp_ciera.cli.demo import DemoOptions
 from fsdp_ciera.cli.tasks.demo import demo_recipe
+from fsdp_ciera.processes import KEEP_MEMORY
 from fsdp_ciera.recipes.config import Recipe
 from fsdp_ciera.recipes.demo_model import prepare_demo_model
-from fsdp_ciera.recipes.launch import KEEP_MEMORY, run_local_ranks
+from fsdp_ciera.recipes.launch import run_local_ranks
 from fsdp_ciera.recipes.train import TrainResult, train
 
 NUM_RANKS = 4

@@ -41,6 +41,7 @@ from typing import NamedTuple
 
 from fsdp_ciera.bench.ranks import Hosts, RankResult, Run, start_time
 from fsdp_ciera.errors import NetnsError
+from fsdp_ciera.processes import meeting_point
 from fsdp_ciera.units import parse_rate
 
 __all__ = [
@@ -131,7 +132,7 @@ class Cluster(Hosts):
 
     def _network(self) -> dict[str, str]:
         port = _FIRST_PORT + next(_run_numbers) % 1000
-        return {"MASTER_ADDR": _address(0), "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": INTERFACE}
+        return meeting_point(port, _address(0), INTERFACE)
 
     def _entry(self, host: int) -> Sequence[str]:
         return ("ip", "netns", "exec", self._hosts[host])

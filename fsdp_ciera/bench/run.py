@@ -32,7 +32,7 @@ from fsdp_ciera.bench.options import RunOptions
 from fsdp_ciera.bench.rank import STOPPED
 from fsdp_ciera.bench.ranks import Run
 from fsdp_ciera.bench.results import Measured, Results, Setting, Step
-from fsdp_ciera.recipes.launch import KEEP_MEMORY, free_port
+from fsdp_ciera.processes import KEEP_MEMORY, free_port
 from fsdp_ciera.units import parse_rate
 
 _POLL_SECONDS = 0.05

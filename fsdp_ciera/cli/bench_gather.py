@@ -31,8 +31,8 @@ class GatherOptions:
     ranks_per_host: int = 1
     """gloo ranks on each"""
     rate: Annotated[tuple[tuple[str, ...], ...], named(metavar="RATE"), UseAppendAction] = ()
-    """what each host may send, such as 200mbit or 1gbit, or none for no limit; several give one run each; 200mbit 1gbit when left
-    out"""
+    """what each host may send, such as 200mbit or 1gbit, or none for no limit; several give one run each; 200mbit 1gbit when
+    left out"""
     loopback: bool = False
     """no namespaces and no root: ranks on 127.0.0.1, where nothing is limited"""
     sizes: Annotated[tuple[str, ...], named(metavar="BYTES")] = ("64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB")

@@ -159,8 +159,6 @@ def schedule(job: Job, cluster: Cluster, place: Place, key: str, given: Assumpti
 
 def label_of(key: str) -> str:
     """A contender's, for tables and pictures."""
-    if key in BY_KEY:
-        return BY_KEY[key].label
     return CONTENDERS[key].label if key in CONTENDERS else key
 
 

@@ -31,6 +31,7 @@ from fsdp_ciera.bench.ranks import Hosts, Run
 from fsdp_ciera.cli.bench_gather import GatherOptions
 from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.errors import GatherError, NetnsError, RankError
+from fsdp_ciera.policies.links import Link
 from fsdp_ciera.units import format_bytes, format_host_rate, parse_rate
 
 SMALLEST_BYTES, LARGEST_BYTES = 2**10, 2**34
@@ -222,9 +223,10 @@ def _cell_seconds(options: GatherOptions, rate: str | None, size_bytes: int, cha
     shares = [1.0, *(_expected_share(codec, changed_percent / 100) for codec in options.codecs)]
     link_seconds = 0.0
     if rate is not None:
-        sent_bytes = size_bytes * (options.num_ranks - 1) / options.num_ranks
-        burst_seconds = 8 * 2 * burst_bytes(parse_rate(rate)) / parse_rate(rate)
-        link_seconds = 8 * sent_bytes * sum(shares) / parse_rate(rate) + burst_seconds * len(shares)
+        link = Link(0.0, parse_rate(rate) / 8)
+        shard_bytes = size_bytes / options.num_ranks
+        burst_seconds = 2 * burst_bytes(parse_rate(rate)) / link.bytes_per_second
+        link_seconds = sum(link.seconds(share * shard_bytes, options.num_ranks) + burst_seconds for share in shares)
     all_bytes = size_bytes * options.num_ranks / num_cores()
     core_seconds = all_bytes * (len(shares) / _PLAIN_BYTES_PER_SECOND + len(options.codecs) / _CODEC_BYTES_PER_SECOND)
     return rounds * (link_seconds + core_seconds + 0.01 * len(shares))

@@ -10,7 +10,6 @@ Run it with `ciera demo`.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,10 @@ from rich.table import Table
 from fsdp_ciera.cli.demo import DemoOptions
 from fsdp_ciera.cli.figures.demo import draw_bytes
 from fsdp_ciera.policy import CieraPolicy
+from fsdp_ciera.processes import KEEP_MEMORY, is_rank
 from fsdp_ciera.recipes.config import Ciera, Data, Metrics, Model, Optimizer, Parallel, Recipe, Schedule, Train
 from fsdp_ciera.recipes.demo_model import DemoModel, prepare_demo_model, python_source_files
-from fsdp_ciera.recipes.launch import KEEP_MEMORY, run_local_ranks
+from fsdp_ciera.recipes.launch import run_local_ranks
 from fsdp_ciera.recipes.train import TrainResult, train
 from fsdp_ciera.units import format_in, format_share
 
@@ -34,7 +34,7 @@ _TEXT_BYTES = 400_000
 def run_demo(options: DemoOptions) -> int:
     """Prepares, trains twice on `options.ranks` local ranks and reports. Returns 0, or 1 when a bit differs."""
     CieraPolicy(codecs=(options.codec,))  # an unknown name is said before anything is prepared
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if is_rank():
         return _run_rank(options)
     console = Console()
     console.print("preparing the model (SmolLM2-135M, upcycled to a Mixtral of 4 experts) ...")

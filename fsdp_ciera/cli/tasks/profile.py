@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -18,9 +17,10 @@ from fsdp_ciera.cli.figures.profile import draw_profile
 from fsdp_ciera.cli.profile import ProfileOptions
 from fsdp_ciera.errors import RecipeError
 from fsdp_ciera.policies.rates import Rates
+from fsdp_ciera.processes import KEEP_MEMORY, is_rank
 from fsdp_ciera.profiling.profile import ALL, DERIVED_INTERVALS, Profile
 from fsdp_ciera.recipes.config import Recipe, load_recipe
-from fsdp_ciera.recipes.launch import KEEP_MEMORY, run_local_ranks
+from fsdp_ciera.recipes.launch import run_local_ranks
 from fsdp_ciera.units import format_share
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def run_profile(options: ProfileOptions) -> int:
             f"train.steps: got {recipe.train.steps}, allowed: at least {first_measured + options.interval} to measure a step "
             f"after --warmup-steps {options.warmup_steps} with --interval {options.interval}"
         )
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if is_rank():
         profile_recipe(recipe, options)
         return 0
     from fsdp_ciera.recipes.data import find_files
