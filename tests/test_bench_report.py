@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fsdp_ciera.bench import figures
 from fsdp_ciera.bench.ablation import ablation_steps, ablation_table
 from fsdp_ciera.bench.compare import compare, comparison_table
 from fsdp_ciera.bench.contenders import ABLATION, CONTENDERS, Kind
@@ -29,6 +28,7 @@ from fsdp_ciera.bench.report import (
     write_steps_csv,
 )
 from fsdp_ciera.bench.results import Measured, Results, Setting, Step
+from fsdp_ciera.cli.figures import bench_e2e as figures
 from fsdp_ciera.errors import ReportError
 
 NUM_STEPS, NUM_WARMUP_STEPS = 5, 2
