@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from fsdp_ciera.bench.frames import frame_of, table_of, wide, write_csv
 from fsdp_ciera.bench.gather_cells import Cell, Crossover, LinkBreakEven, crossovers, link_break_evens
 from fsdp_ciera.units import format_bytes, format_host_rate
 
@@ -28,7 +28,8 @@ def write_report(cells: Sequence[Cell], setting: Mapping[str, Any], folder: Path
     """
     folder.mkdir(parents=True, exist_ok=True)
     found, over_links = crossovers(cells), link_break_evens(cells)
-    _write_csv(cells, folder / "gathers.csv")
+    rows = [{**cell.to_dict(), "rate": cell.rate or "none", "repeats": len(cell.samples)} for cell in cells]
+    write_csv(rows, CSV_COLUMNS, folder / "gathers.csv")
     content = {
         "format": FORMAT,
         "setting": dict(setting),
@@ -41,14 +42,6 @@ def write_report(cells: Sequence[Cell], setting: Mapping[str, Any], folder: Path
         console.print(table)
 
 
-def _write_csv(cells: Sequence[Cell], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore")
-        writer.writeheader()
-        for cell in cells:
-            writer.writerow({**cell.to_dict(), "rate": cell.rate or "none", "repeats": len(cell.samples)})
-
-
 def tables(cells: Sequence[Cell], found: Sequence[Crossover], over_links: Sequence[LinkBreakEven]) -> Iterator[Table]:
     """Speed-ups and crossovers for each link speed, and the break-even of link speeds where several were measured."""
     for rate in dict.fromkeys(cell.rate for cell in cells):
@@ -59,25 +52,27 @@ def tables(cells: Sequence[Cell], found: Sequence[Crossover], over_links: Sequen
 
 
 def _speed_ups(cells: Sequence[Cell], rate: str | None) -> Table:
-    codecs = list(dict.fromkeys(cell.codec for cell in cells))
-    table = Table(
-        title=f"Seconds of a plain gather / ours, {format_host_rate(rate)} (size: the gathered total)", box=SIMPLE
-    )
-    for heading in ("size", "changed", "plain ms", *codecs):
-        table.add_column(heading, justify="right", no_wrap=True)
-    by_place: dict[tuple[int, float], dict[str, Cell]] = {}
-    for cell in cells:
-        by_place.setdefault((cell.size_bytes, cell.changed_percent), {})[cell.codec] = cell
-    last_size = None
-    for (size, percent), of_place in by_place.items():
+    frame = frame_of(
+        {"size": cell.size_bytes, "percent": cell.changed_percent, "codec": cell.codec, "ratio": _ratio_text(cell),
+         "plain": f"{1e3 * cell.plain_seconds:,.1f}"}
+        for cell in cells
+    )  # fmt: skip
+    ratios = wide(frame, ["size", "percent"], "codec", "ratio")
+    plain = frame.groupby(["size", "percent"], sort=False)["plain"].first()
+    rows, ends, last_size = [], [], None
+    for number, (place, of_place) in enumerate(ratios.iterrows()):
+        size, percent = place
         if last_size is not None and size != last_size:
-            table.add_section()
-        any_cell = next(iter(of_place.values()))
-        ratios = [_ratio_text(of_place[codec]) for codec in codecs]
-        first = format_bytes(size) if size != last_size else ""
-        table.add_row(first, f"{percent:g} %", f"{1e3 * any_cell.plain_seconds:,.1f}", *ratios)
+            ends.append(number - 1)
+        rows.append((format_bytes(size) if size != last_size else "", f"{percent:g} %", plain[place], *of_place))
         last_size = size
-    return table
+    return table_of(
+        ("size", "changed", "plain ms", *ratios.columns),
+        rows,
+        title=f"Seconds of a plain gather / ours, {format_host_rate(rate)} (size: the gathered total)",
+        box=SIMPLE,
+        section_after=ends,
+    )
 
 
 def _ratio_text(cell: Cell) -> str:
@@ -89,19 +84,8 @@ def _ratio_text(cell: Cell) -> str:
 
 
 def _crossover_table(found: Sequence[Crossover], rate: str | None) -> Table:
-    codecs = list(dict.fromkeys(one.codec for one in found))
-    table = Table(
-        title=f"Ours is faster from this size on, {format_host_rate(rate)} (~ where both are equal; -: at no size)",
-        box=SIMPLE,
-    )
-    for heading in ("changed", *codecs):
-        table.add_column(heading, justify="right", no_wrap=True)
-    by_percent: dict[float, dict[str, Crossover]] = {}
-    for one in found:
-        by_percent.setdefault(one.changed_percent, {})[one.codec] = one
-    for percent, of_percent in by_percent.items():
-        table.add_row(f"{percent:g} %", *(_crossover_text(of_percent[codec]) for codec in codecs))
-    return table
+    title = f"Ours is faster from this size on, {format_host_rate(rate)} (~ where both are equal; -: at no size)"
+    return _by_percent([(one.changed_percent, one.codec, _crossover_text(one)) for one in found], title)
 
 
 def _crossover_text(one: Crossover) -> str:
@@ -113,17 +97,17 @@ def _crossover_text(one: Crossover) -> str:
 
 
 def _link_table(over_links: Sequence[LinkBreakEven]) -> Table:
-    codecs = list(dict.fromkeys(one.codec for one in over_links))
     size = format_bytes(over_links[0].size_bytes)
-    table = Table(title=f"Ours is faster on links up to this speed, at {size} (as plain gathers reach it)", box=SIMPLE)
-    for heading in ("changed", *codecs):
-        table.add_column(heading, justify="right", no_wrap=True)
-    by_percent: dict[float, dict[str, LinkBreakEven]] = {}
-    for one in over_links:
-        by_percent.setdefault(one.changed_percent, {})[one.codec] = one
-    for percent, of_percent in by_percent.items():
-        table.add_row(f"{percent:g} %", *(_link_text(of_percent[codec]) for codec in codecs))
-    return table
+    title = f"Ours is faster on links up to this speed, at {size} (as plain gathers reach it)"
+    return _by_percent([(one.changed_percent, one.codec, _link_text(one)) for one in over_links], title)
+
+
+def _by_percent(cells: Sequence[tuple[float, str, str]], title: str) -> Table:
+    """Texts by share of changed values and codec."""
+    frame = frame_of({"percent": percent, "codec": codec, "text": text} for percent, codec, text in cells)
+    texts = wide(frame, "percent", "codec", "text")
+    rows = [(f"{percent:g} %", *of_percent) for percent, of_percent in texts.iterrows()]
+    return table_of(("changed", *texts.columns), rows, title=title, box=SIMPLE)
 
 
 def _link_text(one: LinkBreakEven) -> str:
