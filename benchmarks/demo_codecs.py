@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fsdp_ciera.cli.demo import DemoOptions
+from fsdp_ciera.cli.progress import Progress
 from fsdp_ciera.cli.tasks.demo import demo_recipe
 from fsdp_ciera.processes import KEEP_MEMORY
 from fsdp_ciera.recipes.config import Recipe
@@ -172,7 +173,7 @@ def run_rank(settings: Sequence[Setting], num_steps: int, folder: Path, figures:
             left = f"; about {left_s / 60:.1f} min left for all" if done else ""
             console.rule(f"run {index + 1} of {len(settings)}: {setting}{left}")
         recipe = recipe_of(setting, num_steps, folder)
-        result = train(recipe)
+        result = train(recipe, show=Progress)
         first = digests.setdefault((setting.lr, setting.num_micro_batches), result.final_parameters_digest)
         same: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(same, first == result.final_parameters_digest)

@@ -11,26 +11,30 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from fsdp_ciera.processes import free_port, is_rank, meeting_point, rank_environment, sigterm_raises
 from fsdp_ciera.recipes.config import load_recipe
+
+if TYPE_CHECKING:
+    from fsdp_ciera.recipes.train import Show
 
 _GRACE_SECONDS = 10.0  # for ranks to end on their own, once one has failed or the run was interrupted
 _POLL_SECONDS = 0.05
 
 
-def launch(recipe_path: str | Path, overrides: Sequence[str] = ()) -> int:
+def launch(recipe_path: str | Path, overrides: Sequence[str] = (), show: Show | None = None) -> int:
     """Runs the recipe and returns the exit code: 0, the first failed rank's, or 130 after Ctrl-C.
 
-    With `RANK` and `WORLD_SIZE` in the environment (torchrun) this process is one rank. Otherwise `parallel.ranks`
-    processes are started here, and stopped together when one fails. Raises `RecipeError` or `CieraPolicyError`, before
-    anything is started as far as that can be known.
+    With `RANK` and `WORLD_SIZE` in the environment (torchrun) this process is one rank, and `show` makes what shows the run.
+    Otherwise `parallel.ranks` processes are started here, and stopped together when one fails. Raises `RecipeError` or
+    `CieraPolicyError`, before anything is started as far as that can be known.
     """
     recipe = load_recipe(recipe_path, overrides)
     if is_rank():
-        from fsdp_ciera.recipes.train import train
+        from fsdp_ciera.recipes.train import Silent, train
 
-        train(recipe)
+        train(recipe, show=show or Silent)
         return 0
     from fsdp_ciera.recipes.data import find_files
     from fsdp_ciera.recipes.shard import ciera_policy

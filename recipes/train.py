@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -39,7 +40,6 @@ from fsdp_ciera.recipes.build import (
 from fsdp_ciera.recipes.config import Parallel, Recipe
 from fsdp_ciera.recipes.data import Batches, load_batches
 from fsdp_ciera.recipes.metrics import open_writers
-from fsdp_ciera.recipes.progress import Progress
 from fsdp_ciera.recipes.shard import build_mesh, shard_model
 from fsdp_ciera.recipes.together import on_every_rank
 from fsdp_ciera.recipes.tracer import Tracer
@@ -95,18 +95,58 @@ class _Run(NamedTuple):
     device: torch.device
 
 
+class Display(Protocol):
+    """What shows a run while it goes on."""
+
+    def __enter__(self) -> Display: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None: ...
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """`step` (counted from 1) is done, with what the metrics record of it."""
+
+    def note(self, text: str) -> None:
+        """A line of text."""
+
+
+class Show(Protocol):
+    """Makes a display, for the steps after `first_step` of `num_steps`."""
+
+    def __call__(self, *, first_step: int, num_steps: int, enabled: bool) -> Display: ...
+
+
+class Silent:
+    """Shows nothing."""
+
+    def __init__(self, *, first_step: int, num_steps: int, enabled: bool) -> None: ...
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None: ...
+
+    def update(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
 def train(
-    recipe: Recipe, *, quiet: bool = False, observe: Callable[[nn.Module], Observer] | None = None
+    recipe: Recipe, *, show: Show = Silent, observe: Callable[[nn.Module], Observer] | None = None
 ) -> TrainResult:
     """Runs `recipe` to its last step. Collective: every rank of the process group calls it with the same recipe.
 
-    `observe` is called with the sharded model on every rank; what it returns watches the run. Initialises the process
-    group from the environment (as torchrun sets it) when there is none, and then ends it. Raises `RecipeError` or
-    `CieraPolicyError` on all ranks together when recipe, files and model do not fit.
+    `observe` is called with the sharded model on every rank; what it returns watches the run. `show` makes what shows it, on
+    every rank, enabled on rank 0 if the recipe wants it (`fsdp_ciera.cli.progress.Progress`). Initialises the process group from
+    the environment (as torchrun sets it) when there is none, and then ends it. Raises `RecipeError` or `CieraPolicyError` on all
+    ranks together when recipe, files and model do not fit.
     """
     with _process_group(recipe.parallel) as device, _deterministic(recipe.train.deterministic):
         run = _set_up(recipe, device)
-        return _run_steps(run, None if observe is None else observe(run.model), quiet=quiet)
+        return _run_steps(run, None if observe is None else observe(run.model), show)
 
 
 def _set_up(recipe: Recipe, device: torch.device) -> _Run:
@@ -133,7 +173,7 @@ def _set_up(recipe: Recipe, device: torch.device) -> _Run:
     return _Run(recipe, model, optimizer, scheduler, batches, device)
 
 
-def _run_steps(run: _Run, observer: Observer | None, *, quiet: bool) -> TrainResult:
+def _run_steps(run: _Run, observer: Observer | None, show: Show) -> TrainResult:
     recipe, rank, num_ranks = run.recipe, dist.get_rank(), dist.get_world_size()
     output, num_steps = Path(recipe.train.output), recipe.train.steps
     resumed = checkpoint.Resumed(0, num_ranks)
@@ -143,8 +183,8 @@ def _run_steps(run: _Run, observer: Observer | None, *, quiet: bool) -> TrainRes
     result = TrainResult(first_step=resumed.num_steps)
     tracer = Tracer(run.model, recipe, run.device, resumed.num_steps)
     writers = open_writers(recipe.metrics, output, rank=rank, first_step=resumed.num_steps + 1)
-    shown = rank == 0 and recipe.metrics.progress and not quiet
-    with Progress(first_step=resumed.num_steps, num_steps=num_steps, enabled=shown) as progress:
+    shown = rank == 0 and recipe.metrics.progress
+    with show(first_step=resumed.num_steps, num_steps=num_steps, enabled=shown) as progress:
         if folder is not None:
             progress.note(f"resumed from {folder}")
         if resumed.num_ranks != num_ranks:

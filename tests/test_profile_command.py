@@ -142,8 +142,8 @@ def train_with_and_without(rank: int, world_size: int, tables: dict[str, Any]) -
         observers.append(_Observer(model))
         return observers[-1]
 
-    plain = train(recipe_from_tables(tables), quiet=True)
-    observed = train(recipe_from_tables(tables), quiet=True, observe=observe)
+    plain = train(recipe_from_tables(tables))
+    observed = train(recipe_from_tables(tables), observe=observe)
     (observer,) = observers
     assert observer.calls == ["step"] * 4 + ["finish"]
     return plain, observed

@@ -114,9 +114,10 @@ def _run(command: Any) -> int:
     """What each command does; its modules are imported here, since `ciera --help` must not wait for them."""
     match command:
         case FinetuneOptions():
+            from fsdp_ciera.cli.progress import Progress
             from fsdp_ciera.recipes.launch import launch
 
-            return launch(command.recipe, command.overrides)
+            return launch(command.recipe, command.overrides, Progress)
         case DemoOptions():
             from fsdp_ciera.cli.tasks.demo import run_demo
 

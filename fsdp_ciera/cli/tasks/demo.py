@@ -20,6 +20,7 @@ from rich.table import Table
 
 from fsdp_ciera.cli.demo import DemoOptions
 from fsdp_ciera.cli.figures.demo import draw_bytes
+from fsdp_ciera.cli.progress import Progress
 from fsdp_ciera.policy import CieraPolicy
 from fsdp_ciera.processes import KEEP_MEMORY, is_rank
 from fsdp_ciera.recipes.config import Ciera, Data, Metrics, Model, Optimizer, Parallel, Recipe, Schedule, Train
@@ -105,7 +106,7 @@ def _run_rank(options: DemoOptions) -> int:
     for run in ("stock", "ciera"):
         if rank == 0:
             Console().rule("stock FSDP2" if run == "stock" else f"fsdp_ciera, {options.codec}")
-        results[run] = train(demo_recipe(options, run))
+        results[run] = train(demo_recipe(options, run), show=Progress)
     stock, ciera = results["stock"], results["ciera"]
     same: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(same, stock.final_parameters_digest == ciera.final_parameters_digest)

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from fsdp_ciera.cli.figures.profile import draw_profile
 from fsdp_ciera.cli.profile import ProfileOptions
+from fsdp_ciera.cli.progress import Progress
 from fsdp_ciera.errors import RecipeError
 from fsdp_ciera.policies.rates import Rates
 from fsdp_ciera.processes import KEEP_MEMORY, is_rank
@@ -60,7 +61,7 @@ def profile_recipe(recipe: Recipe, options: ProfileOptions) -> Profile:
         watched.append(_Watch(model, options))
         return watched[0]
 
-    train(recipe, observe=observe)
+    train(recipe, observe=observe, show=Progress)
     watch = watched[0]
     assert watch.profile is not None
     profile = replace(watch.profile, model=recipe.model.name or Path(recipe.model.folder).name)
