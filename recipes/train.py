@@ -139,10 +139,10 @@ def train(
 ) -> TrainResult:
     """Runs `recipe` to its last step. Collective: every rank of the process group calls it with the same recipe.
 
-    `observe` is called with the sharded model on every rank; what it returns watches the run. `show` makes what shows it, on
-    every rank, enabled on rank 0 if the recipe wants it (`fsdp_ciera.cli.progress.Progress`). Initialises the process group from
-    the environment (as torchrun sets it) when there is none, and then ends it. Raises `RecipeError` or `CieraPolicyError` on all
-    ranks together when recipe, files and model do not fit.
+    `observe` is called with the sharded model on every rank; what it returns watches the run. `show` makes what shows
+    it, on every rank, enabled on rank 0 if the recipe wants it (`fsdp_ciera.cli.progress.Progress`). Initialises the
+    process group from the environment (as torchrun sets it) when there is none, and then ends it. Raises
+    `RecipeError` or `CieraPolicyError` on all ranks together when recipe, files and model do not fit.
     """
     with _process_group(recipe.parallel) as device, _deterministic(recipe.train.deterministic):
         run = _set_up(recipe, device)
