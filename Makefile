@@ -28,9 +28,10 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard kernels/native/*)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 typecheck: $(STAMP)
-	$(BIN)/mypy fsdp_ciera
+	$(BIN)/mypy fsdp_ciera tests benchmarks
 
 # The CUDA kernels that ship: PTX for compute_80 and newer. PTX is always the same from one nvcc (13.0 wrote the committed
 # file). Its version is set back to 8.0, which drivers since CUDA 12.0 load: nvcc writes its own, and the kernels need nothing

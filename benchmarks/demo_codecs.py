@@ -34,10 +34,13 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from fsdp_ciera.cli.demo import DemoOptions
+from fsdp_ciera.cli.progress import Progress
+from fsdp_ciera.cli.tasks.demo import demo_recipe
+from fsdp_ciera.processes import KEEP_MEMORY
 from fsdp_ciera.recipes.config import Recipe
-from fsdp_ciera.recipes.demo import DemoOptions, demo_recipe
 from fsdp_ciera.recipes.demo_model import prepare_demo_model
-from fsdp_ciera.recipes.launch import KEEP_MEMORY, run_local_ranks
+from fsdp_ciera.recipes.launch import run_local_ranks
 from fsdp_ciera.recipes.train import TrainResult, train
 
 NUM_RANKS = 4
@@ -170,7 +173,7 @@ def run_rank(settings: Sequence[Setting], num_steps: int, folder: Path, figures:
             left = f"; about {left_s / 60:.1f} min left for all" if done else ""
             console.rule(f"run {index + 1} of {len(settings)}: {setting}{left}")
         recipe = recipe_of(setting, num_steps, folder)
-        result = train(recipe)
+        result = train(recipe, show=Progress)
         first = digests.setdefault((setting.lr, setting.num_micro_batches), result.final_parameters_digest)
         same: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(same, first == result.final_parameters_digest)

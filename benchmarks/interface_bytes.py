@@ -43,7 +43,8 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_ciera import CieraPolicy, fully_shard, stats
-from fsdp_ciera.bench.netns import Cluster, InterfaceBytes, NetnsError, RankError, Run
+from fsdp_ciera.bench.netns import Cluster, InterfaceBytes, Run
+from fsdp_ciera.errors import NetnsError, RankError
 
 STOCK = "stock FSDP2"
 CIERA = "fsdp_ciera"

@@ -27,10 +27,13 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from fsdp_ciera.cli.demo import DemoOptions
+from fsdp_ciera.cli.progress import Progress
+from fsdp_ciera.cli.tasks.demo import demo_recipe
+from fsdp_ciera.processes import KEEP_MEMORY
 from fsdp_ciera.recipes.config import Ciera, Recipe
-from fsdp_ciera.recipes.demo import DemoOptions, demo_recipe
 from fsdp_ciera.recipes.demo_model import prepare_demo_model
-from fsdp_ciera.recipes.launch import KEEP_MEMORY, run_local_ranks
+from fsdp_ciera.recipes.launch import run_local_ranks
 from fsdp_ciera.recipes.train import train
 
 NUM_RANKS = 4
@@ -74,7 +77,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
 def figure(lr: float, way: str, out: Path) -> dict[str, Any]:
     """One run: what was promised and what was sent, in bytes a step of rank 0."""
     recipe = recipe_of(lr, way, out)
-    result = train(recipe)
+    result = train(recipe, show=Progress)
     assert result.stats is not None
     (plan,) = result.stats["plans"]
     assert plan["step"] == (0 if way == "table" else FIRST_STEP - 1), plan["step"]

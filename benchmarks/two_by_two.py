@@ -38,7 +38,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fsdp_ciera import CieraPolicy, stats
-from fsdp_ciera.bench.netns import Cluster, NetnsError, RankError, Run
+from fsdp_ciera.bench.netns import Cluster, Run
+from fsdp_ciera.errors import NetnsError, RankError
 
 NUM_HOSTS = 2
 MARK_RATIO, MARK_CACHE = 1.9, 2.0

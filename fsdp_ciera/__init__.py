@@ -8,29 +8,38 @@
     fully_shard(model, ciera_policy=policy)
 
 For a model that is already under FSDP2: `attach(model, policy)`.
+
+Names are imported when they are first used, so that what needs no torch (`ciera --help`) does not wait for it.
 """
 
-from fsdp_ciera.api import AttachReport, attach, detach, fully_shard, invalidate, settle_sizes, stats
-from fsdp_ciera.errors import (
-    CieraConflictError,
-    CieraDecodeError,
-    CieraDesyncError,
-    CieraMismatchError,
-    CieraPeerError,
-    CieraPolicyError,
-    CieraVerifyError,
-    RecipeError,
-    UnsupportedTorchError,
-)
-from fsdp_ciera.planning.estimate import MemoryEstimate, estimate_memory
-from fsdp_ciera.planning.plan import Plan, PlanRow
-from fsdp_ciera.policies.costs import CodecCost, StageCost
-from fsdp_ciera.policies.links import Link
-from fsdp_ciera.policy import CieraPolicy
-from fsdp_ciera.profiling.profile import Profile
-from fsdp_ciera.profiling.profiler import Profiler
-from fsdp_ciera.statistics import Bytes, CieraStats
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from fsdp_ciera.version import __version__
+
+if TYPE_CHECKING:
+    from fsdp_ciera.api import AttachReport, attach, detach, fully_shard, invalidate, settle_sizes, stats
+    from fsdp_ciera.errors import (
+        CieraConflictError,
+        CieraDecodeError,
+        CieraDesyncError,
+        CieraMismatchError,
+        CieraPeerError,
+        CieraPolicyError,
+        CieraVerifyError,
+        RecipeError,
+        UnsupportedTorchError,
+    )
+    from fsdp_ciera.planning.estimate import MemoryEstimate, estimate_memory
+    from fsdp_ciera.planning.plan import Plan, PlanRow
+    from fsdp_ciera.policies.costs import CodecCost, StageCost
+    from fsdp_ciera.policies.links import Link
+    from fsdp_ciera.policy import CieraPolicy
+    from fsdp_ciera.profiling.profile import Profile
+    from fsdp_ciera.profiling.profiler import Profiler
+    from fsdp_ciera.statistics import Bytes, CieraStats
 
 __all__ = [
     "AttachReport",
@@ -63,3 +72,40 @@ __all__ = [
     "settle_sizes",
     "stats",
 ]
+
+_NAMES = {
+    "api": ("AttachReport", "attach", "detach", "fully_shard", "invalidate", "settle_sizes", "stats"),
+    "errors": (
+        "CieraConflictError",
+        "CieraDecodeError",
+        "CieraDesyncError",
+        "CieraMismatchError",
+        "CieraPeerError",
+        "CieraPolicyError",
+        "CieraVerifyError",
+        "RecipeError",
+        "UnsupportedTorchError",
+    ),
+    "planning.estimate": ("MemoryEstimate", "estimate_memory"),
+    "planning.plan": ("Plan", "PlanRow"),
+    "policies.costs": ("CodecCost", "StageCost"),
+    "policies.links": ("Link",),
+    "policy": ("CieraPolicy",),
+    "profiling.profile": ("Profile",),
+    "profiling.profiler": ("Profiler",),
+    "statistics": ("Bytes", "CieraStats"),
+}
+"""By module: what is imported from it, the same as above."""
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

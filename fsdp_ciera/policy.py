@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
@@ -11,28 +10,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fsdp_ciera.codecs import CODECS
-from fsdp_ciera.errors import CieraPolicyError
+from fsdp_ciera.errors import CieraPolicyError, UnitError
 from fsdp_ciera.policies.categories import CATEGORIES
 from fsdp_ciera.policies.costs import CodecCost
 from fsdp_ciera.policies.links import Link, parse_link
 from fsdp_ciera.policies.tables import shipped_tables
+from fsdp_ciera.units import parse_bytes
 
-_BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _TOPOLOGIES = ("flat", "hierarchical", "auto")
 _SELECTIONS = ("knapsack", "greedy")
 AUTO_SHARE = 0.25
 """What `cache_budget="auto"` takes of the free memory."""
-
-
-def parse_byte_size(text: str) -> int:
-    """`"8GiB"` -> 8589934592. Raises `CieraPolicyError` with what is allowed."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
-    if match is None or match.group(2) not in _BYTE_UNITS:
-        raise CieraPolicyError(
-            f"cache_budget={text!r} is not a byte size: write a number and one of {', '.join(_BYTE_UNITS)}, "
-            'for example "8GiB"'
-        )
-    return int(Fraction(match.group(1)) * _BYTE_UNITS[match.group(2)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +216,12 @@ class CieraPolicy:
             budget = AUTO_SHARE
         if isinstance(budget, float):
             return int(Fraction(budget) * free_bytes)
-        return parse_byte_size(budget) if isinstance(budget, str) else budget
+        if not isinstance(budget, str):
+            return budget
+        try:
+            return parse_bytes(budget)
+        except UnitError as error:
+            raise CieraPolicyError(f"cache_budget={error}") from None
 
     def codecs_for(self, category: str) -> tuple[str, ...]:
         """The codecs that shards of `category` may be given; none when it is not opted in."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from fsdp_ciera.planning.plan import Plan
+from fsdp_ciera.units import format_in
 
 OVERHEAD = "overhead"
 """The entry of every breakdown that holds headers, padding to the largest payload, and checks by `verify=`."""
+
+if TYPE_CHECKING:
+    from fsdp_ciera.planning.plan import Plan
 
 
 @dataclass
@@ -188,18 +191,24 @@ class CieraStats:
             for key, amount in breakdown.items():
                 ratio = f"{amount.ratio:.2f}" if amount.raw_bytes else ""
                 table.add_row(
-                    f"{heading}: {key}", f"{amount.raw_bytes / 1e6:.2f}", f"{amount.wire_bytes / 1e6:.2f}", ratio
+                    f"{heading}: {key}",
+                    format_in(amount.raw_bytes, "MB", 2),
+                    format_in(amount.wire_bytes, "MB", 2),
+                    ratio,
                 )
             table.add_section()
-        table.add_row("all", f"{self.raw_bytes / 1e6:.2f}", f"{self.wire_bytes / 1e6:.2f}", f"{self.ratio:.2f}")
+        table.add_row(
+            "all", format_in(self.raw_bytes, "MB", 2), format_in(self.wire_bytes, "MB", 2), f"{self.ratio:.2f}"
+        )
         return table
 
     def __str__(self) -> str:
         if not self.num_gathers:
             reason = "world_size is 1" if self.world_size == 1 else "no forward has run yet"
             return f"fsdp_ciera: nothing was gathered ({reason})" + "".join(f"\n  note: {n}" for n in self.notes)
+        raw, wire, caches = self.raw_bytes, self.wire_bytes, self.cache_bytes
         return (
-            f"fsdp_ciera: {self.num_gathers} gathers, {self.raw_bytes / 1e6:.2f} MB raw -> {self.wire_bytes / 1e6:.2f} MB "
-            f"sent ({self.ratio:.2f}x), {self.cache_bytes / 2**20:.1f} MiB of caches"
+            f"fsdp_ciera: {self.num_gathers} gathers, {format_in(raw, 'MB', 2)} MB raw -> {format_in(wire, 'MB', 2)} MB "
+            f"sent ({self.ratio:.2f}x), {format_in(caches, 'MiB')} MiB of caches"
             + "".join(f"\n  note: {n}" for n in self.notes)
         )

@@ -33,6 +33,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from fsdp_ciera.errors import CieraKernelError
+
 PTX_FILE = Path(__file__).parent / "ptx" / "ciera_compute_80.ptx"
 """The kernels that the package ships."""
 
@@ -59,10 +61,6 @@ Argument: TypeAlias = torch.Tensor | int
 Kernel: TypeAlias = Any
 LaunchConfig: TypeAlias = Any
 Stream: TypeAlias = Any
-
-
-class CieraKernelError(RuntimeError):
-    """The CUDA kernels cannot run on this device, or a launch does not fit the kernel it names."""
 
 
 class Place(NamedTuple):

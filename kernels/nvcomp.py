@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_ciera.kernels.launch import CieraKernelError, current_place
+from fsdp_ciera.errors import CieraKernelError
+from fsdp_ciera.kernels.launch import current_place
 
 CHUNK_BYTES = 256 << 10
 """Uncoded bytes of a chunk. Each chunk carries its own symbol counts and the states of 8 sub-coders, about 2 KiB by nvCOMP's

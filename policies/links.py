@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 
 import numpy as np
 
-_BYTES = {
-    "B": 1.0,
-    "kB": 1e3,
-    "KB": 1e3,
-    "MB": 1e6,
-    "GB": 1e9,
-    "TB": 1e12,
-    "KiB": 2.0**10,
-    "MiB": 2.0**20,
-    "GiB": 2.0**30,
-}
-_BITS = {
-    "bit": 1.0,
-    "kbit": 1e3,
-    "mbit": 1e6,
-    "gbit": 1e9,
-    "tbit": 1e12,
-    "bps": 1.0,
-    "kbps": 1e3,
-    "mbps": 1e6,
-    "gbps": 1e9,
-}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+from fsdp_ciera.errors import UnitError
+from fsdp_ciera.units import format_speed, parse_seconds, parse_speed
+
 _HOW = 'write a speed such as "8GB/s" or "200Mbit/s", and a latency behind it if you like: "25MB/s 2ms"'
 
 
@@ -59,21 +39,17 @@ class Link:
         return self.latency_seconds + (world_size - 1) * num_bytes / self.bytes_per_second
 
     def __str__(self) -> str:
-        return f"{speed_text(self.bytes_per_second)} after {1e6 * self.latency_seconds:.0f} us"
+        return f"{format_speed(self.bytes_per_second)} after {1e6 * self.latency_seconds:.0f} us"
 
 
 def parse_link(text: str) -> Link:
-    """`"8GB/s"`, `"200Mbit/s"`, `"25MB/s 2ms"` -> a link; without a latency it has none. Raises `ValueError` with what is
-    allowed."""
-    words = text.replace("/s", "").split()
-    found = [re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]+)", word) for word in words]
-    if 1 <= len(words) <= 2 and all(found):
-        (speed, unit), *rest = [(float(match[1]), match[2]) for match in found if match is not None]
-        bytes_per_second = speed * _BYTES[unit] if unit in _BYTES else speed * _BITS.get(unit.lower(), 0.0) / 8
-        latency = [value * _SECONDS.get(unit, -1.0) for value, unit in rest]
-        if bytes_per_second > 0 and all(seconds >= 0 for seconds in latency):
-            return Link(sum(latency), bytes_per_second)
-    raise ValueError(f"{text!r} is no link: {_HOW}")
+    """`"8GB/s"`, `"200Mbit/s"`, `"25MB/s 2ms"` -> a link; without a latency it has none. Raises `UnitError` with what
+    is allowed."""
+    words = text.split()
+    if 1 <= len(words) <= 2:
+        with suppress(UnitError):
+            return Link(sum(map(parse_seconds, words[1:])), parse_speed(words[0]))
+    raise UnitError(f"{text!r} is no link: {_HOW}")
 
 
 def fit_link(samples: Sequence[tuple[int, float]], world_size: int) -> Link:
@@ -96,11 +72,3 @@ def fit_link(samples: Sequence[tuple[int, float]], world_size: int) -> Link:
 def slowest(links: Sequence[Link]) -> Link:
     """The link that is none of these, but no faster than any: the highest latency, the lowest speed."""
     return Link(max(link.latency_seconds for link in links), min(link.bytes_per_second for link in links))
-
-
-def speed_text(bytes_per_second: float) -> str:
-    """`8e9` -> `"8.0 GB/s"`."""
-    for unit in ("GB", "MB", "kB"):
-        if bytes_per_second >= _BYTES[unit]:
-            return f"{bytes_per_second / _BYTES[unit]:.3g} {unit}/s"
-    return f"{bytes_per_second:.3g} B/s"

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from fsdp_ciera.errors import CieraPolicyError
+from fsdp_ciera.errors import CieraFileError, CieraPolicyError
 from fsdp_ciera.policies.categories import CATEGORIES
 from fsdp_ciera.policies.rates import Rates
 
@@ -80,7 +80,7 @@ class Table:
 def load_table(name: str) -> Table:
     """The shipped table of that name, or the one in the JSON file of that path.
 
-    Raises `CieraPolicyError` when there is none, or it is not one.
+    Raises `CieraPolicyError` for what is neither, and `CieraFileError` for a file that is not there or holds no table.
     """
     if name in shipped_tables():
         return shipped_tables()[name]
@@ -93,9 +93,9 @@ def load_table(name: str) -> Table:
     try:
         return parse_table(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
-        raise CieraPolicyError(f"tables={name!r} cannot be read: {error.strerror}") from None
+        raise CieraFileError(f"tables={name!r} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CieraPolicyError(f"tables={name!r} is not a table as `ciera profile` writes it: {error!r}") from None
+        raise CieraFileError(f"tables={name!r} is not a table as `ciera profile` writes it: {error!r}") from None
 
 
 def table_for_model(model: str) -> tuple[Table, tuple[str, ...]]:

@@ -4,39 +4,37 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
+from fsdp_ciera.processes import free_port, is_rank, meeting_point, rank_environment, sigterm_raises
 from fsdp_ciera.recipes.config import load_recipe
+
+if TYPE_CHECKING:
+    from fsdp_ciera.recipes.train import Show
 
 _GRACE_SECONDS = 10.0  # for ranks to end on their own, once one has failed or the run was interrupted
 _POLL_SECONDS = 0.05
-KEEP_MEMORY: Mapping[str, str] = MappingProxyType(
-    {"MALLOC_MMAP_THRESHOLD_": str(2**31), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
-)
-"""For `run_local_ranks`: glibc then reuses the megabytes that every gather frees, instead of returning them and paying page
-faults again."""
 
 
-def launch(recipe_path: str | Path, overrides: Sequence[str] = ()) -> int:
+def launch(recipe_path: str | Path, overrides: Sequence[str] = (), show: Show | None = None) -> int:
     """Runs the recipe and returns the exit code: 0, the first failed rank's, or 130 after Ctrl-C.
 
-    With `RANK` and `WORLD_SIZE` in the environment (torchrun) this process is one rank. Otherwise `parallel.ranks`
-    processes are started here, and stopped together when one fails. Raises `RecipeError` or `CieraPolicyError`, before
-    anything is started as far as that can be known.
+    With `RANK` and `WORLD_SIZE` in the environment (torchrun) this process is one rank, and `show` makes what shows the run.
+    Otherwise `parallel.ranks` processes are started here, and stopped together when one fails. Raises `RecipeError` or
+    `CieraPolicyError`, before anything is started as far as that can be known.
     """
     recipe = load_recipe(recipe_path, overrides)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        from fsdp_ciera.recipes.train import train
+    if is_rank():
+        from fsdp_ciera.recipes.train import Silent, train
 
-        train(recipe)
+        train(recipe, show=show or Silent)
         return 0
     from fsdp_ciera.recipes.data import find_files
     from fsdp_ciera.recipes.shard import ciera_policy
@@ -56,11 +54,11 @@ def run_local_ranks(command: Sequence[str], num_ranks: int, defaults: Mapping[st
     """
     port = free_port()
     ranks: list[subprocess.Popen[bytes]] = []
-    with _sigterm_interrupts():
+    with sigterm_raises(KeyboardInterrupt):
         try:
             for rank in range(num_ranks):
                 # A session of its own, or a terminal's Ctrl-C would reach the ranks twice: from it and from us.
-                environment = {**defaults, **_rank_environment(rank, num_ranks, port)}
+                environment = {**defaults, **_environment(rank, num_ranks, port)}
                 ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
             return _wait(ranks)
         except KeyboardInterrupt:
@@ -74,18 +72,15 @@ def run_local_ranks(command: Sequence[str], num_ranks: int, defaults: Mapping[st
                 process.wait()
 
 
-def _rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     """What torchrun would set, for ranks of one machine; what the caller has set stays."""
+    meeting = meeting_point(port)
     defaults = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it cuBLAS is not deterministic
-        "GLOO_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": meeting.pop("GLOO_SOCKET_IFNAME"),
     }
-    ours = {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks,
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-    }  # fmt: skip
-    return {**defaults, **os.environ, **{name: str(value) for name, value in ours.items()}}
+    return {**defaults, **os.environ, **rank_environment(rank, num_ranks), **meeting}
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
@@ -106,24 +101,3 @@ def _await_end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in ranks:
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=max(0.0, deadline - time.monotonic()))
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Inside, SIGTERM ends this process the way Ctrl-C does. Signals belong to the main thread; elsewhere, nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -17,7 +17,7 @@ from fsdp_ciera.errors import RecipeError
 from fsdp_ciera.recipes.config import Parallel, Recipe
 
 if TYPE_CHECKING:
-    from fsdp_ciera import CieraPolicy
+    from fsdp_ciera.policy import CieraPolicy
 
 # Where the causal LMs of transformers keep their decoder layers; the later ones are multimodal models.
 _LAYER_PATHS = ("model.layers", "model.language_model.layers", "language_model.model.layers", "language_model.layers")
@@ -86,7 +86,7 @@ def ciera_policy(recipe: Recipe) -> CieraPolicy | None:
     ciera = recipe.ciera
     if ciera.policy == "none":
         return None
-    from fsdp_ciera import CieraPolicy
+    from fsdp_ciera.policy import CieraPolicy
 
     given = {f.name: getattr(ciera, f.name) for f in fields(ciera) if f.name != "policy"}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -103,6 +103,6 @@ def _fully_shard(recipe: Recipe) -> Callable[..., Any]:
         from torch.distributed.fsdp import fully_shard
 
         return fully_shard
-    import fsdp_ciera
+    from fsdp_ciera import api
 
-    return partial(fsdp_ciera.fully_shard, ciera_policy=policy)
+    return partial(api.fully_shard, ciera_policy=policy)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -27,6 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import deterministic
 
+from fsdp_ciera.errors import CieraFileError
 from fsdp_ciera.recipes import checkpoint
 from fsdp_ciera.recipes.build import (
     build_optimizer,
@@ -38,13 +40,12 @@ from fsdp_ciera.recipes.build import (
 from fsdp_ciera.recipes.config import Parallel, Recipe
 from fsdp_ciera.recipes.data import Batches, load_batches
 from fsdp_ciera.recipes.metrics import open_writers
-from fsdp_ciera.recipes.progress import Progress
 from fsdp_ciera.recipes.shard import build_mesh, shard_model
 from fsdp_ciera.recipes.together import on_every_rank
 from fsdp_ciera.recipes.tracer import Tracer
 
 if TYPE_CHECKING:
-    from fsdp_ciera import CieraStats
+    from fsdp_ciera.statistics import CieraStats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,18 +95,58 @@ class _Run(NamedTuple):
     device: torch.device
 
 
+class Display(Protocol):
+    """What shows a run while it goes on."""
+
+    def __enter__(self) -> Display: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None: ...
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """`step` (counted from 1) is done, with what the metrics record of it."""
+
+    def note(self, text: str) -> None:
+        """A line of text."""
+
+
+class Show(Protocol):
+    """Makes a display, for the steps after `first_step` of `num_steps`."""
+
+    def __call__(self, *, first_step: int, num_steps: int, enabled: bool) -> Display: ...
+
+
+class Silent:
+    """Shows nothing."""
+
+    def __init__(self, *, first_step: int, num_steps: int, enabled: bool) -> None: ...
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None: ...
+
+    def update(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
 def train(
-    recipe: Recipe, *, quiet: bool = False, observe: Callable[[nn.Module], Observer] | None = None
+    recipe: Recipe, *, show: Show = Silent, observe: Callable[[nn.Module], Observer] | None = None
 ) -> TrainResult:
     """Runs `recipe` to its last step. Collective: every rank of the process group calls it with the same recipe.
 
-    `observe` is called with the sharded model on every rank; what it returns watches the run. Initialises the process
-    group from the environment (as torchrun sets it) when there is none, and then ends it. Raises `RecipeError` or
-    `CieraPolicyError` on all ranks together when recipe, files and model do not fit.
+    `observe` is called with the sharded model on every rank; what it returns watches the run. `show` makes what shows
+    it, on every rank, enabled on rank 0 if the recipe wants it (`fsdp_ciera.cli.progress.Progress`). Initialises the
+    process group from the environment (as torchrun sets it) when there is none, and then ends it. Raises
+    `RecipeError` or `CieraPolicyError` on all ranks together when recipe, files and model do not fit.
     """
     with _process_group(recipe.parallel) as device, _deterministic(recipe.train.deterministic):
         run = _set_up(recipe, device)
-        return _run_steps(run, None if observe is None else observe(run.model), quiet=quiet)
+        return _run_steps(run, None if observe is None else observe(run.model), show)
 
 
 def _set_up(recipe: Recipe, device: torch.device) -> _Run:
@@ -132,7 +173,7 @@ def _set_up(recipe: Recipe, device: torch.device) -> _Run:
     return _Run(recipe, model, optimizer, scheduler, batches, device)
 
 
-def _run_steps(run: _Run, observer: Observer | None, *, quiet: bool) -> TrainResult:
+def _run_steps(run: _Run, observer: Observer | None, show: Show) -> TrainResult:
     recipe, rank, num_ranks = run.recipe, dist.get_rank(), dist.get_world_size()
     output, num_steps = Path(recipe.train.output), recipe.train.steps
     resumed = checkpoint.Resumed(0, num_ranks)
@@ -142,8 +183,8 @@ def _run_steps(run: _Run, observer: Observer | None, *, quiet: bool) -> TrainRes
     result = TrainResult(first_step=resumed.num_steps)
     tracer = Tracer(run.model, recipe, run.device, resumed.num_steps)
     writers = open_writers(recipe.metrics, output, rank=rank, first_step=resumed.num_steps + 1)
-    shown = rank == 0 and recipe.metrics.progress and not quiet
-    with Progress(first_step=resumed.num_steps, num_steps=num_steps, enabled=shown) as progress:
+    shown = rank == 0 and recipe.metrics.progress
+    with show(first_step=resumed.num_steps, num_steps=num_steps, enabled=shown) as progress:
         if folder is not None:
             progress.note(f"resumed from {folder}")
         if resumed.num_ranks != num_ranks:
@@ -207,7 +248,7 @@ def _step(run: _Run, step: int, tracer: Tracer) -> dict[str, float]:
     run.scheduler.step()
     run.optimizer.zero_grad(set_to_none=True)
     if before is not None and run.device.type == "cuda":
-        from fsdp_ciera import settle_sizes
+        from fsdp_ciera.api import settle_sizes
 
         settle_sizes(run.model)  # on CUDA gathers are compressed only then
     values = {"loss": _mean_over_ranks(loss), "grad_norm": float(norm), "lr": learning_rate}
@@ -286,7 +327,7 @@ def _ciera_stats(run: _Run) -> CieraStats | None:
     """What this rank has sent so far; `None` for stock FSDP2."""
     if run.recipe.ciera.policy == "none":
         return None
-    from fsdp_ciera import stats
+    from fsdp_ciera.api import stats
 
     return stats(run.model)
 
@@ -305,7 +346,7 @@ def _process_group(parallel: Parallel) -> Iterator[torch.device]:
         dist.init_process_group(backend, timeout=timedelta(seconds=parallel.timeout_seconds))
     try:
         yield device
-    except ValueError:  # RecipeError and CieraPolicyError: raised on all ranks, so none is left waiting
+    except (ValueError, CieraFileError):  # of recipe, policy or table: raised on all ranks, so none is left waiting
         if is_ours:
             dist.destroy_process_group()
         raise

@@ -8,7 +8,7 @@ have the same bits, and what a kernel should not touch stays as it was.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -1044,7 +1044,7 @@ def some_heads(num_ranks: int) -> torch.Tensor:
     for rank, head in enumerate(heads):
         head["name"], head["checksum"], head["payload_bytes"] = NAME, (rank + 1) * 0x9E3779B97F4A7C15 % 2**64, rank
         head["magic"], head["wire_version"], head["alignment"] = int.from_bytes(b"CIER", "little"), 5, 16
-    faults: Sequence[tuple[str, int]] = [
+    faults: list[tuple[str, int]] = [
         ("name", BROKEN_PROMISE), ("name", FAILED), ("name", NAME ^ 1), ("name", NAME ^ 1 << 63), ("magic", 0),
         ("wire_version", 4), ("alignment", 1), ("magic", int.from_bytes(b"CIES", "little")), ("name", 2),
     ]  # fmt: skip

@@ -331,7 +331,7 @@ def test_what_the_table_means(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda channels: setattr(channels[which], name, value)
 
     def forget(*which: int) -> Callable[[list[Channel]], None]:
-        return lambda channels: [channels[number].forget() for number in which] and None
+        return lambda channels: [channels[number].forget() for number in which] and None  # type: ignore
 
     def fail(channels: list[Channel]) -> None:
         channels[1].codecs = [None]  # type: ignore[list-item]

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fsdp_ciera.bench import gather, netns
+from fsdp_ciera.bench import netns
 from fsdp_ciera.bench.gather_cells import Cell, crossovers, link_break_evens
 from fsdp_ciera.bench.gather_rank import Job, Outcome, measure, moved
-from fsdp_ciera.bench.gather_report import size_text, speed_text
-from fsdp_ciera.cli.bench_gather import add_gather
+from fsdp_ciera.cli.main import main
+from fsdp_ciera.cli.tasks import bench_gather as gather
 from fsdp_ciera.testing import run_ranks
+from fsdp_ciera.units import format_bytes, format_host_rate
 
 KIB, MIB = 2**10, 2**20
 
 
 def run_command(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    add_gather(parser.add_subparsers())
-    parsed = parser.parse_args(["gather", *arguments])
-    run: Callable[[argparse.Namespace], int] = parsed.run
-    return run(parsed)
+    return main(["bench", "gather", *arguments])
 
 
 def cell(size_bytes: int, ratio: float, **changes: Any) -> Cell:
@@ -241,9 +236,9 @@ def test_ranks_on_limited_links(tmp_path: Path) -> None:
 
 
 def test_sizes_and_speeds_in_words() -> None:
-    assert [size_text(size) for size in (512, 64 * KIB, 1.5 * MIB, 1023 * KIB, 2**30)] == [
+    assert [format_bytes(size) for size in (512, 64 * KIB, 1.5 * MIB, 1023 * KIB, 2**30)] == [
         "512 B", "64 KiB", "1.5 MiB", "1023 KiB", "1 GiB",
     ]  # fmt: skip
-    assert [speed_text(rate) for rate in ("200mbit", "1.5gbit", None)] == [
+    assert [format_host_rate(rate) for rate in ("200mbit", "1.5gbit", None)] == [
         "200 Mbit/s a host", "1.5 Gbit/s a host", "no limit",
     ]  # fmt: skip

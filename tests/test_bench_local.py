@@ -13,7 +13,7 @@ import pytest
 
 from fsdp_ciera.bench import local
 from fsdp_ciera.bench.local import LocalCluster
-from fsdp_ciera.bench.ranks import RankError
+from fsdp_ciera.errors import RankError
 
 OWNER = """
 import time

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_ciera.bench.peers import Int8AllGather, MissingPeerError, PeerAllGather, PeerError, StatelessAllGather, use
+from fsdp_ciera.bench.peers import Int8AllGather, PeerAllGather, StatelessAllGather, use
+from fsdp_ciera.errors import MissingPeerError, PeerError
 from fsdp_ciera.testing import run_ranks
 from tiny_moe import Case, Training, bits, build, local_part
 

@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fsdp_ciera.bench import figures
 from fsdp_ciera.bench.ablation import ablation_steps, ablation_table
 from fsdp_ciera.bench.compare import compare, comparison_table
 from fsdp_ciera.bench.contenders import ABLATION, CONTENDERS, Kind
 from fsdp_ciera.bench.report import (
-    ReportError,
     Verdict,
     exit_code,
     print_report,
@@ -30,6 +28,8 @@ from fsdp_ciera.bench.report import (
     write_steps_csv,
 )
 from fsdp_ciera.bench.results import Measured, Results, Setting, Step
+from fsdp_ciera.cli.figures import bench_e2e as figures
+from fsdp_ciera.errors import ReportError
 
 NUM_STEPS, NUM_WARMUP_STEPS = 5, 2
 SPEEDS = {"fsdp2": 1.0, "fsdp2-keep": 1.45, "fsdp2-int": 1.2, "zero3": 0.9, "int8": 1.6, "zstd": 1.1, "zipnn": 1.15,

@@ -15,17 +15,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_ciera.bench import e2e
 from fsdp_ciera.bench.contenders import ABLATION, CONTENDERS, Kind, chosen, reshard_size
-from fsdp_ciera.bench.job import JobModel, JobOptions
-from fsdp_ciera.bench.netns import Cluster, NetnsError
+from fsdp_ciera.bench.job import JobModel
+from fsdp_ciera.bench.netns import Cluster
+from fsdp_ciera.bench.options import JobOptions, RunOptions
 from fsdp_ciera.bench.rank import STOPPED, run_forked
 from fsdp_ciera.bench.report import verdicts
 from fsdp_ciera.bench.results import Results
 from fsdp_ciera.bench.ring import ring_reduce_scatter
-from fsdp_ciera.bench.run import RunOptions, measure
-from fsdp_ciera.cli.bench import add_bench
-from fsdp_ciera.cli.main import main
+from fsdp_ciera.bench.run import measure
+from fsdp_ciera.cli.bench_e2e import E2EOptions
+from fsdp_ciera.cli.main import BenchOptions, main, parse
+from fsdp_ciera.cli.tasks import bench_e2e as e2e
+from fsdp_ciera.errors import NetnsError
 from fsdp_ciera.profiling.trace import Trace
 from fsdp_ciera.testing import run_ranks
 
@@ -167,7 +169,7 @@ def test_results_are_written_and_read_back(
 def test_a_contender_that_fails_stays_alone(job: JobModel) -> None:
     """A reduce dtype that ZeRO-3 does not take: its turn fails on all ranks, and the next contender runs."""
     options = RunOptions(hosts=2, rate=None, loopback=True, rounds=2, warmup_steps=0, timed_steps=1,
-                         job=JobOptions(reduce_dtype="float16"))  # fmt: skip
+                         job=JobOptions(reduce_dtype="float16"))  # type: ignore[arg-type]  # fmt: skip
     told: list[str] = []
     results, _ = measure(options, job, [CONTENDERS["zero3"], CONTENDERS["fsdp2"]], lambda text, *_: told.append(text))
     failed, stock = results.of("zero3"), results.of("fsdp2")
@@ -185,7 +187,7 @@ def test_a_turn_that_dies_is_told_apart_from_one_that_raises(tmp_path: Path) -> 
     run_forked(lambda: {"a": 1 / 0}, tmp_path / "raised.json", stop)
     assert json.loads((tmp_path / "raised.json").read_text())["failure"] == "ZeroDivisionError: division by zero"
     stop.touch()
-    run_forked(lambda: {"a": time.sleep(600)}, tmp_path / "stopped.json", stop)
+    run_forked(lambda: {"a": time.sleep(600)}, tmp_path / "stopped.json", stop)  # type: ignore[func-returns-value]
     assert json.loads((tmp_path / "stopped.json").read_text()) == {"failure": STOPPED}
 
 
@@ -249,7 +251,7 @@ def test_without_root_the_loopback_is_named(
 def test_an_interrupted_run_leaves_no_rank_behind(job: JobModel, tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; from fsdp_ciera.cli.main import main; sys.exit(main())"]
     command += ["bench", "e2e", "--loopback", "--hosts", "2", "--out", str(tmp_path / "out"), "--contenders", "fsdp2"]
-    code = "from pathlib import Path; import fsdp_ciera.bench.e2e as e; from fsdp_ciera.bench.job import JobModel\n"
+    code = "from pathlib import Path; import fsdp_ciera.cli.tasks.bench_e2e as e; from fsdp_ciera.bench.job import JobModel\n"
     code += f"e.prepare = lambda folder: JobModel(folder=Path({str(job.folder)!r}), name='tiny', num_parameters=1)\n"
     code += "import sys; from fsdp_ciera.cli.main import main; sys.exit(main())"
     command[2] = code
@@ -283,9 +285,7 @@ def _descendants(pid: int) -> set[int]:
 
 
 def test_bench_is_on_the_command_line() -> None:
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    add_bench(parser.add_subparsers())
-    parsed = parser.parse_args(["bench", "e2e", "--hosts", "3", "--rate", "none"])
-    assert (parsed.hosts, parsed.rate, parsed.rounds) == (3, "none", 2)
+    parsed = parse(["bench", "e2e", "--hosts", "3", "--rate", "none"])
+    assert isinstance(parsed, BenchOptions) and isinstance(parsed.bench, E2EOptions)
+    settings = parsed.bench.settings
+    assert (settings.hosts, settings.rate, settings.limit, settings.rounds) == (3, "none", None, 2)

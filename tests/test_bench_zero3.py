@@ -21,9 +21,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fsdp_ciera.bench.job import Job, JobOptions
-from fsdp_ciera.bench.peers import MissingPeerError, PeerError
+from fsdp_ciera.bench.job import Job
+from fsdp_ciera.bench.options import JobOptions
 from fsdp_ciera.bench.zero3 import Zero3Job, build_engine
+from fsdp_ciera.errors import MissingPeerError, PeerError
 from fsdp_ciera.testing import run_ranks
 
 WORLD_SIZE, NUM_LAYERS, NUM_STEPS, TOKENS_PER_RANK, VOCAB = 2, 2, 4, 16, 67

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_ciera.recipes.demo import DemoOptions, summarize
+from fsdp_ciera.cli.demo import DemoOptions
+from fsdp_ciera.cli.tasks.demo import summarize
 from fsdp_ciera.recipes.demo_model import DemoModel
 from fsdp_ciera.recipes.train import TrainResult
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_ciera.bench import netns, ranks
+from fsdp_ciera.errors import NetnsError, RankError
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -33,7 +34,7 @@ def namespaces() -> None:
     try:
         with netns.Cluster(1):
             pass
-    except netns.NetnsError as reason:
+    except NetnsError as reason:
         pytest.skip(f"no network namespaces here: {reason}")
 
 
@@ -148,7 +149,7 @@ def test_an_exception_leaves_nothing_behind(namespaces: None) -> None:
 
 def test_a_failure_while_building_leaves_nothing_behind(namespaces: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(netns, "_congestion_control", lambda: "none-such")
-    with pytest.raises(netns.NetnsError, match="none-such"), netns.Cluster(2):
+    with pytest.raises(NetnsError, match="none-such"), netns.Cluster(2):
         pass
     assert owned_by(os.getpid()) == []
 
@@ -195,7 +196,7 @@ def test_a_failed_rank_is_named_and_its_peers_are_ended(namespaces: None, monkey
     monkeypatch.setattr(ranks, "_SECONDS_FOR_PEERS_OF_A_FAILED_RANK", 0.2)
     command = 'if [ "$RANK" = 1 ]; then echo out of luck >&2; exit 3; fi; sleep 300'
     with netns.Cluster(2) as cluster:
-        with pytest.raises(netns.RankError, match=r"(?s)rank 1 ended with 3.*out of luck") as failure:
+        with pytest.raises(RankError, match=r"(?s)rank 1 ended with 3.*out of luck") as failure:
             cluster.run(["sh", "-c", command], timeout_s=30)
         assert [result.returncode for result in failure.value.results] == [-signal.SIGKILL, 3]
 
@@ -204,7 +205,7 @@ def test_a_run_that_takes_too_long_is_ended(namespaces: None) -> None:
     start = time.monotonic()
     with (
         netns.Cluster(1) as cluster,
-        pytest.raises(netns.RankError, match=r"after 0.2 s the ranks \[0\] had not ended"),
+        pytest.raises(RankError, match=r"after 0.2 s the ranks \[0\] had not ended"),
     ):
         cluster.run(["sleep", "300"], timeout_s=0.2)
     assert time.monotonic() - start < 20
@@ -213,7 +214,7 @@ def test_a_run_that_takes_too_long_is_ended(namespaces: None) -> None:
 def test_a_user_other_than_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with (
-        pytest.raises(netns.NetnsError, match="need root, but this runs as user 1000: run it as root"),
+        pytest.raises(NetnsError, match="need root, but this runs as user 1000: run it as root"),
         netns.Cluster(2),
     ):
         pass
@@ -222,7 +223,7 @@ def test_a_user_other_than_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_missing_ip_command_names_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(netns.NetnsError, match=r"'ip' is missing: apt-get install iproute2"), netns.Cluster(2):
+    with pytest.raises(NetnsError, match=r"'ip' is missing: apt-get install iproute2"), netns.Cluster(2):
         pass
 
 

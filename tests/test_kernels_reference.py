@@ -243,7 +243,7 @@ def check_worked_examples(kernels: Kernels) -> None:
         kernels.split_planes(values.to(fmt.dtype), fmt, *planes)
         assert [plane.tolist() for plane in planes] == [exponents, [0, 1, 0, 1], [0] * len(planes[2])]
         out = torch.full((4,), 7.0, dtype=fmt.dtype)
-        kernels.merge_planes(*planes, fmt, out)
+        kernels.merge_planes(*planes, fmt, out)  # type: ignore[call-arg]
         assert unsigned(out) == patterns
 
     hashes = kernels.hash_blocks(torch.cat([values, torch.zeros(4)]).bfloat16(), BF16, 8)
@@ -530,7 +530,8 @@ def test_moves_of_special_values_and_around_the_end(fmt: FloatFormat, escape: in
     check_changes(fresh, last, fmt, Form(escape))
     ends = (1 << (width - 1)) - 1, (1 << width) - 1
     assert plain_move(*ends, fmt, escape) == 1 and plain_move(*ends[::-1], fmt, escape) == 2
-    moves = reference.find_changes(*(values_of([*one], fmt) for one in (ends, ends[::-1])), fmt, Form(escape)).moves
+    there, back = (values_of([*one], fmt) for one in (ends, ends[::-1]))
+    moves = reference.find_changes(there, back, fmt, Form(escape)).moves
     assert moves.tolist() == [1, 2]
 
 

@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from fake_cuda import run_with_fake_cuda
+from fsdp_ciera.errors import CieraKernelError
 from fsdp_ciera.kernels import launch as launching
-from fsdp_ciera.kernels.launch import CieraKernelError, KernelModule
+from fsdp_ciera.kernels.launch import KernelModule
 
 SOURCE = """
 extern "C" __global__ void affine(const int* in, long long* out, int factor, long long shift, int count) {

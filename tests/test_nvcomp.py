@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 
+from fsdp_ciera.errors import CieraKernelError
 from fsdp_ciera.kernels import launch, nvcomp
-from fsdp_ciera.kernels.launch import CieraKernelError
 from fsdp_ciera.kernels.nvcomp import CHUNK_BYTES, Alignments, Ans, CompressOptions, DecompressOptions, Properties
 
 STREAM = 0x5000

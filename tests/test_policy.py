@@ -23,8 +23,8 @@ from fsdp_ciera import (
 )
 from fsdp_ciera._compat import AllGather, check_torch_version, get_comm, is_default_comm, param_groups, set_comm
 from fsdp_ciera.errors import UnsupportedTorchError
-from fsdp_ciera.policy import parse_byte_size
 from fsdp_ciera.testing import run_ranks
+from fsdp_ciera.units import parse_bytes
 from tiny_moe import PAPERS_CODEC, Case, build
 
 
@@ -87,9 +87,9 @@ def test_policy_is_frozen_keyword_only_and_comparable() -> None:
 
 
 def test_byte_sizes() -> None:
-    assert parse_byte_size("8GiB") == 8 << 30
-    assert parse_byte_size("1.5 MB") == 1_500_000
-    assert parse_byte_size("100B") == 100
+    assert parse_bytes("8GiB") == 8 << 30
+    assert parse_bytes("1.5 MB") == 1_500_000
+    assert parse_bytes("100B") == 100
     assert CieraPolicy(cache_budget="9" * 400 + "GiB").cache_budget_bytes(0) == int("9" * 400) << 30
 
 
@@ -151,7 +151,7 @@ def surface(rank: int, world_size: int) -> None:
     assert isinstance(get_comm(param_groups(foreign)[0]), Other)
 
     pair = [nn.Linear(8, 8), nn.Linear(8, 8)]
-    assert fully_shard(pair, ciera_policy=policy) is pair
+    assert fully_shard(pair, ciera_policy=policy) is pair  # type: ignore[type-var]
     assert fully_shard.state(pair[0]) is torch_fully_shard.state(pair[0])
     model = nn.Sequential(*pair)
     fully_shard(model, ciera_policy=policy)

@@ -14,12 +14,12 @@ import pytest
 from torch import nn
 
 from fsdp_ciera import Profile, Profiler
+from fsdp_ciera.cli.figures.profile import draw_profile
 from fsdp_ciera.cli.main import main
+from fsdp_ciera.cli.tasks.profile import codecs_table_of, cost_of, rates_table_of, table_of
 from fsdp_ciera.policies.rates import Rates
 from fsdp_ciera.policies.tables import load_table
 from fsdp_ciera.recipes.config import load_recipe, recipe_from_tables
-from fsdp_ciera.recipes.profile import codecs_table_of, cost_of, rates_table_of, table_of
-from fsdp_ciera.recipes.profile_figures import draw_profile
 from fsdp_ciera.recipes.train import TrainResult, train
 from fsdp_ciera.testing import run_ranks
 from tiny_models import save_tiny_model, write_text
@@ -142,8 +142,8 @@ def train_with_and_without(rank: int, world_size: int, tables: dict[str, Any]) -
         observers.append(_Observer(model))
         return observers[-1]
 
-    plain = train(recipe_from_tables(tables), quiet=True)
-    observed = train(recipe_from_tables(tables), quiet=True, observe=observe)
+    plain = train(recipe_from_tables(tables))
+    observed = train(recipe_from_tables(tables), observe=observe)
     (observer,) = observers
     assert observer.calls == ["step"] * 4 + ["finish"]
     return plain, observed

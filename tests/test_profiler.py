@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_ciera import CieraMismatchError, CieraPolicy, CieraPolicyError, Profile, Profiler, fully_shard, stats
 from fsdp_ciera.backends.host_coder import NUM_SECTIONS
+from fsdp_ciera.errors import CieraFileError
 from fsdp_ciera.kernels.formats import FORMATS, FloatFormat
 from fsdp_ciera.kernels.heads import TABLE_ENTRY_BYTES
 from fsdp_ciera.kernels.reference import CHUNK_VALUES, split_planes
@@ -266,7 +267,7 @@ def test_profile_survives_json() -> None:
     assert unsupported.result().notes[1] == "precise is gathered in torch.float64 and was skipped"
     empty = Profiler(model).result()
     assert Profile.from_json(json.loads(json.dumps(empty.to_json()))) == empty
-    with pytest.raises(CieraPolicyError, match="this is no profile"):
+    with pytest.raises(CieraFileError, match="this is no profile"):
         Profile.from_json({"model": "x"})
 
 
@@ -364,9 +365,9 @@ def test_tables_merge_by_learning_rate() -> None:
     merged = merge_tables(merged, later)
     assert merged["name"] == "new name" and [entry["steps"] for entry in merged["entries"]] == [[2, 3], [2, 99]]
     assert merged["provenance"]["notes"] == "a note; LR 1e-05: data text, date 2026-01-02"
-    with pytest.raises(CieraPolicyError, match="cannot be merged"):
+    with pytest.raises(CieraFileError, match="cannot be merged"):
         merge_tables(low, {**low, "model": "another"})
-    with pytest.raises(CieraPolicyError, match="format=2 is no table"):
+    with pytest.raises(CieraFileError, match="format=2 is no table"):
         merge_tables(low, {**low, "format": 2})
 
 

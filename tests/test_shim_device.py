@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fsdp_ciera.errors import CieraKernelError
 from fsdp_ciera.kernels import cuda, launch, reference_tiles
 from fsdp_ciera.kernels.dispatch import VARIABLE, tile_kernels_of
-from fsdp_ciera.kernels.launch import CieraKernelError, KernelModule
+from fsdp_ciera.kernels.launch import KernelModule
 from fsdp_ciera.kernels.tiles import CTA_VALUES, Scan, make_tiles
 from kernel_cases import (
     BF16,

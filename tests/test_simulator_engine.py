@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_ciera.errors import SimulationError
 from fsdp_ciera.profiling.trace import Event, Group, Trace
 from fsdp_ciera.simulator.engine import Node, simulate
-from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.graph import build, priced
 from fsdp_ciera.simulator.network import Network, Wire
 

@@ -57,6 +57,15 @@ def test_seconds_by_hand() -> None:
     assert network.seconds("AllGather", 0, 0, ring) == 0.0
 
 
+def test_without_hops_it_is_the_link_that_policies_plan_with() -> None:
+    link = Link(2e-3, 25e6)
+    network = Network.of_links(link, link, 0.0, 0.0)
+    for ranks in (1, 2, 5):
+        for num_bytes in (0, 1000, 1e9):
+            seconds = network.seconds("AllGather", num_bytes, int(num_bytes > 0), Ring(ranks=ranks, hosts=ranks))
+            assert seconds == pytest.approx(link.seconds(num_bytes, ranks))
+
+
 def test_a_throttled_link_lets_a_burst_through() -> None:
     wire = Wire(seconds_per_byte=1 / 95)
     network = Network(between={"any": wire}, inside={"any": wire}, burst_bytes=50, rate_bytes_per_second=100)

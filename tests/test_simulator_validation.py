@@ -11,13 +11,14 @@ import pytest
 from scipy.optimize import nnls
 
 from fsdp_ciera.cli.main import main
+from fsdp_ciera.errors import SimulationError, UnitError
 from fsdp_ciera.profiling.trace import Trace
 from fsdp_ciera.simulator.calibrate import Calibration, calibrate
-from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.fit import fit_non_negative, fit_robust
 from fsdp_ciera.simulator.report import STAMP
-from fsdp_ciera.simulator.runs import load_run, parse_rate, rate_text
+from fsdp_ciera.simulator.runs import load_run
 from fsdp_ciera.simulator.validate import Predictor, validate
+from fsdp_ciera.units import format_rate, parse_rate
 from simulated_stand import CORES, OURS, STOCK, write_run
 
 
@@ -148,7 +149,7 @@ def test_the_stand_at_another_rate_adds_the_calibrated_rest(tmp_path: Path) -> N
     assert main([*arguments, "--rate", "200mbit", "--contenders", "value_delta", "--json", str(out)]) == 0
     points = {point["contender"]: point for point in json.loads(out.read_text())["projection"]}
     measured = load_run(Path(checked[2])).medians
-    assert rate_text(load_run(Path(checked[2])).setting.rate_bits_per_second) == "200mbit"
+    assert format_rate(load_run(Path(checked[2])).setting.rate_bits_per_second) == "200mbit"
     for key in ("fsdp2", "value_delta"):
         assert points[key]["seconds"] == pytest.approx(measured[key], rel=0.01)
 
@@ -242,6 +243,6 @@ def test_traces_and_rates_go_round(tmp_path: Path) -> None:
     assert Trace.from_json(trace.to_json()) == trace
     assert load_run(folder).medians["fsdp2"] == pytest.approx(sum(trace.iteration_seconds))
     assert load_run(folder).scatters["fsdp2"] == pytest.approx((1.1 - 0.95) / 2)  # iterations of 0.9, 1 and 1.2 medians
-    assert parse_rate("1.5gbit") == 1.5e9 and rate_text(2e8) == "200mbit" and rate_text(None) == "no limit"
-    with pytest.raises(SimulationError, match="fast"):
+    assert parse_rate("1.5gbit") == 1.5e9 and format_rate(2e8) == "200mbit" and format_rate(None) == "no limit"
+    with pytest.raises(UnitError, match="fast"):
         parse_rate("fast")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_ciera.errors import CieraPolicyError
+from fsdp_ciera.errors import CieraFileError, CieraPolicyError
 from fsdp_ciera.policies.categories import CATEGORIES
 from fsdp_ciera.policies.rates import Rates
 from fsdp_ciera.policies.tables import (
@@ -111,7 +111,7 @@ def test_a_table_is_loaded_by_name_or_path(tmp_path: Path) -> None:
     assert load_table(str(path)).name == "mine"
     with pytest.raises(CieraPolicyError, match=r"tables='olmoe' is not a shipped table \(.*olmoe-1b-7b.*ciera profile"):
         load_table("olmoe")
-    with pytest.raises(CieraPolicyError, match="cannot be read: No such file"):
+    with pytest.raises(CieraFileError, match="cannot be read: No such file"):
         load_table(str(tmp_path / "none.json"))
 
 
@@ -131,7 +131,7 @@ def test_a_table_is_loaded_by_name_or_path(tmp_path: Path) -> None:
 def test_what_is_no_table_is_an_error(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text(json.dumps(content(**changes)))
-    with pytest.raises(CieraPolicyError, match=text):
+    with pytest.raises(CieraFileError, match=text):
         load_table(str(path))
 
 

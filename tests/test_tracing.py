@@ -85,7 +85,7 @@ def train_traced(rank: int, world_size: int, folder: Path, policy: str, trace_st
         "ciera": {"policy": "none"} if policy == "none" else {"policy": "default", "codecs": [policy]},
         "metrics": {"trace_steps": trace_steps},
     }
-    result = train(recipe_from_tables(tables), quiet=True)
+    result = train(recipe_from_tables(tables))
     return result.losses, result.final_parameters_digest
 
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from fsdp_ciera.cli.progress import Progress
 from fsdp_ciera.errors import RecipeError
 from fsdp_ciera.recipes.config import Data, Metrics, recipe_from_tables
 from fsdp_ciera.recipes.data import load_batches
 from fsdp_ciera.recipes.metrics import JsonlWriter, TensorBoardWriter, open_writers
-from fsdp_ciera.recipes.progress import Progress
 from fsdp_ciera.recipes.train import TrainResult, train
 from fsdp_ciera.testing import run_ranks
 from tiny_models import save_tiny_deepseek, save_tiny_model, write_text
@@ -48,7 +48,7 @@ def variant(tables: Tables, **changes: Any) -> Tables:
 
 def train_all(rank: int, world_size: int, runs: dict[str, Tables]) -> dict[str, TrainResult]:
     """Trains one recipe after the other in the same processes, which saves starting them for each."""
-    return {name: train(recipe_from_tables(tables), quiet=True) for name, tables in runs.items()}
+    return {name: train(recipe_from_tables(tables)) for name, tables in runs.items()}
 
 
 def by_name(results: list[dict[str, TrainResult]]) -> dict[str, list[TrainResult]]:
@@ -332,7 +332,7 @@ def refuse(rank: int, world_size: int, runs: list[Tables]) -> list[str]:
     errors = []
     for tables in runs:
         try:
-            train(recipe_from_tables(tables), quiet=True)
+            train(recipe_from_tables(tables))
         except RecipeError as error:
             errors.append(str(error))
     return errors

@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_ciera.bench.contenders import CONTENDERS, FSDP2, Contender
-from fsdp_ciera.bench.report import ReportError, median_seconds, setting_text
+from fsdp_ciera.bench.report import median_seconds, setting_text
 from fsdp_ciera.bench.results import Results, Setting
+from fsdp_ciera.errors import ReportError
 
 BAR_PERCENT = 10.0
 _MUST_AGREE = ("hosts", "ranks_per_host", "rate", "mode", "model", "num_parameters", "tokens_per_rank", "learning_rate",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -125,7 +125,7 @@ CCP: Hash and Cmp ahead of the gather. Each row has all of the rows above it, ex
 settled ahead."""
 
 
-def chosen(keys: list[str] | None) -> list[Contender]:
+def chosen(keys: Sequence[str] | None) -> list[Contender]:
     """Contenders by key, in the order in which they run; all for `None`. Raises `ValueError` for an unknown one."""
     unknown = [key for key in keys or () if key not in CONTENDERS]
     if unknown:

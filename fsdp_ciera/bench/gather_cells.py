@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fsdp_ciera.bench.frames import frame_of
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
@@ -83,10 +85,7 @@ class LinkBreakEven:
 
 def crossovers(cells: Iterable[Cell]) -> list[Crossover]:
     """One for each (rate, codec, share), in the order of the cells."""
-    series: dict[tuple[str | None, str, float], list[Cell]] = {}
-    for cell in cells:
-        series.setdefault((cell.rate, cell.codec, cell.changed_percent), []).append(cell)
-    return [_crossover(of_one) for of_one in series.values()]
+    return [_crossover(of_one) for of_one in _series(cells, ["rate", "codec", "changed_percent"])]
 
 
 def _crossover(cells: Sequence[Cell]) -> Crossover:
@@ -115,11 +114,15 @@ def link_break_evens(cells: Iterable[Cell]) -> list[LinkBreakEven]:
     if len({cell.rate for cell in cells}) < 2:
         return []
     largest = max(cell.size_bytes for cell in cells)
-    series: dict[tuple[str, float], list[Cell]] = {}
-    for cell in cells:
-        if cell.size_bytes == largest:
-            series.setdefault((cell.codec, cell.changed_percent), []).append(cell)
-    return [_link_break_even(of_one) for of_one in series.values()]
+    of_largest = [cell for cell in cells if cell.size_bytes == largest]
+    return [_link_break_even(of_one) for of_one in _series(of_largest, ["codec", "changed_percent"])]
+
+
+def _series(cells: Iterable[Cell], keys: Sequence[str]) -> list[list[Cell]]:
+    """Cells with the same keys, in the order in which they first come."""
+    cells = list(cells)
+    groups = frame_of(cells).groupby(list(keys), sort=False, dropna=False) if cells else ()
+    return [[cells[number] for number in of_one.index] for _, of_one in groups]
 
 
 def _link_break_even(cells: Sequence[Cell]) -> LinkBreakEven:

@@ -29,7 +29,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_ciera import CieraPolicy
 from fsdp_ciera._compat import (
     FSDPModule,
     all_gather_flat,
@@ -39,6 +38,7 @@ from fsdp_ciera._compat import (
     torch_fully_shard,
 )
 from fsdp_ciera.gather.collective import CieraAllGather
+from fsdp_ciera.policy import CieraPolicy
 from fsdp_ciera.session import Session
 
 BF16_BYTES = 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -13,7 +12,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from fsdp_ciera.bench.frames import frame_of, table_of, wide, write_csv
 from fsdp_ciera.bench.gather_cells import Cell, Crossover, LinkBreakEven, crossovers, link_break_evens
+from fsdp_ciera.units import format_bytes, format_host_rate
 
 FORMAT = 1
 CSV_COLUMNS = ("rate", "codec", "size_bytes", "changed_percent", "measured_changed_percent", "repeats", "plain_seconds",
@@ -27,7 +28,8 @@ def write_report(cells: Sequence[Cell], setting: Mapping[str, Any], folder: Path
     """
     folder.mkdir(parents=True, exist_ok=True)
     found, over_links = crossovers(cells), link_break_evens(cells)
-    _write_csv(cells, folder / "gathers.csv")
+    rows = [{**cell.to_dict(), "rate": cell.rate or "none", "repeats": len(cell.samples)} for cell in cells]
+    write_csv(rows, CSV_COLUMNS, folder / "gathers.csv")
     content = {
         "format": FORMAT,
         "setting": dict(setting),
@@ -38,23 +40,6 @@ def write_report(cells: Sequence[Cell], setting: Mapping[str, Any], folder: Path
     (folder / "gathers.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     for table in tables(cells, found, over_links):
         console.print(table)
-    written = ["gathers.csv", "gathers.json"]
-    try:
-        from fsdp_ciera.bench.gather_figure import draw
-
-        draw(cells, setting, folder / "gathers.png")
-        written.append("gathers.png")
-    except ImportError:
-        console.print("no picture: it needs matplotlib (pip install 'fsdp-ciera[plot]')", markup=False)
-    console.print(f"written to {folder}: {', '.join(written)}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _write_csv(cells: Sequence[Cell], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore")
-        writer.writeheader()
-        for cell in cells:
-            writer.writerow({**cell.to_dict(), "rate": cell.rate or "none", "repeats": len(cell.samples)})
 
 
 def tables(cells: Sequence[Cell], found: Sequence[Crossover], over_links: Sequence[LinkBreakEven]) -> Iterator[Table]:
@@ -67,23 +52,27 @@ def tables(cells: Sequence[Cell], found: Sequence[Crossover], over_links: Sequen
 
 
 def _speed_ups(cells: Sequence[Cell], rate: str | None) -> Table:
-    codecs = list(dict.fromkeys(cell.codec for cell in cells))
-    table = Table(title=f"Seconds of a plain gather / ours, {speed_text(rate)} (size: the gathered total)", box=SIMPLE)
-    for heading in ("size", "changed", "plain ms", *codecs):
-        table.add_column(heading, justify="right", no_wrap=True)
-    by_place: dict[tuple[int, float], dict[str, Cell]] = {}
-    for cell in cells:
-        by_place.setdefault((cell.size_bytes, cell.changed_percent), {})[cell.codec] = cell
-    last_size = None
-    for (size, percent), of_place in by_place.items():
+    frame = frame_of(
+        {"size": cell.size_bytes, "percent": cell.changed_percent, "codec": cell.codec, "ratio": _ratio_text(cell),
+         "plain": f"{1e3 * cell.plain_seconds:,.1f}"}
+        for cell in cells
+    )  # fmt: skip
+    ratios = wide(frame, ["size", "percent"], "codec", "ratio")
+    plain = frame.groupby(["size", "percent"], sort=False)["plain"].first()
+    rows, ends, last_size = [], [], None
+    for number, (place, of_place) in enumerate(ratios.iterrows()):
+        size, percent = place
         if last_size is not None and size != last_size:
-            table.add_section()
-        any_cell = next(iter(of_place.values()))
-        ratios = [_ratio_text(of_place[codec]) for codec in codecs]
-        first = size_text(size) if size != last_size else ""
-        table.add_row(first, f"{percent:g} %", f"{1e3 * any_cell.plain_seconds:,.1f}", *ratios)
+            ends.append(number - 1)
+        rows.append((format_bytes(size) if size != last_size else "", f"{percent:g} %", plain[place], *of_place))
         last_size = size
-    return table
+    return table_of(
+        ("size", "changed", "plain ms", *ratios.columns),
+        rows,
+        title=f"Seconds of a plain gather / ours, {format_host_rate(rate)} (size: the gathered total)",
+        box=SIMPLE,
+        section_after=ends,
+    )
 
 
 def _ratio_text(cell: Cell) -> str:
@@ -95,61 +84,33 @@ def _ratio_text(cell: Cell) -> str:
 
 
 def _crossover_table(found: Sequence[Crossover], rate: str | None) -> Table:
-    codecs = list(dict.fromkeys(one.codec for one in found))
-    table = Table(
-        title=f"Ours is faster from this size on, {speed_text(rate)} (~ where both are equal; -: at no size)",
-        box=SIMPLE,
-    )
-    for heading in ("changed", *codecs):
-        table.add_column(heading, justify="right", no_wrap=True)
-    by_percent: dict[float, dict[str, Crossover]] = {}
-    for one in found:
-        by_percent.setdefault(one.changed_percent, {})[one.codec] = one
-    for percent, of_percent in by_percent.items():
-        table.add_row(f"{percent:g} %", *(_crossover_text(of_percent[codec]) for codec in codecs))
-    return table
+    title = f"Ours is faster from this size on, {format_host_rate(rate)} (~ where both are equal; -: at no size)"
+    return _by_percent([(one.changed_percent, one.codec, _crossover_text(one)) for one in found], title)
 
 
 def _crossover_text(one: Crossover) -> str:
     if one.smallest_faster_bytes is None:
         return "-"
     if one.break_even_bytes is None:
-        return f"all, from {size_text(one.smallest_faster_bytes)}"
-    return f"{size_text(one.smallest_faster_bytes)} (~{size_text(one.break_even_bytes)})"
+        return f"all, from {format_bytes(one.smallest_faster_bytes)}"
+    return f"{format_bytes(one.smallest_faster_bytes)} (~{format_bytes(one.break_even_bytes)})"
 
 
 def _link_table(over_links: Sequence[LinkBreakEven]) -> Table:
-    codecs = list(dict.fromkeys(one.codec for one in over_links))
-    size = size_text(over_links[0].size_bytes)
-    table = Table(title=f"Ours is faster on links up to this speed, at {size} (as plain gathers reach it)", box=SIMPLE)
-    for heading in ("changed", *codecs):
-        table.add_column(heading, justify="right", no_wrap=True)
-    by_percent: dict[float, dict[str, LinkBreakEven]] = {}
-    for one in over_links:
-        by_percent.setdefault(one.changed_percent, {})[one.codec] = one
-    for percent, of_percent in by_percent.items():
-        table.add_row(f"{percent:g} %", *(_link_text(of_percent[codec]) for codec in codecs))
-    return table
+    size = format_bytes(over_links[0].size_bytes)
+    title = f"Ours is faster on links up to this speed, at {size} (as plain gathers reach it)"
+    return _by_percent([(one.changed_percent, one.codec, _link_text(one)) for one in over_links], title)
+
+
+def _by_percent(cells: Sequence[tuple[float, str, str]], title: str) -> Table:
+    """Texts by share of changed values and codec."""
+    frame = frame_of({"percent": percent, "codec": codec, "text": text} for percent, codec, text in cells)
+    texts = wide(frame, "percent", "codec", "text")
+    rows = [(f"{percent:g} %", *of_percent) for percent, of_percent in texts.iterrows()]
+    return table_of(("changed", *texts.columns), rows, title=title, box=SIMPLE)
 
 
 def _link_text(one: LinkBreakEven) -> str:
     if one.bits_per_second is None:
         return "all measured" if one.always else "none measured"
     return f"{one.bits_per_second / 1e6:,.0f} Mbit/s"
-
-
-def size_text(num_bytes: float) -> str:
-    """`"64 KiB"`, `"1.5 MiB"`."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if num_bytes >= unit:
-            number = num_bytes / unit
-            return f"{number:.0f} {name}" if number >= 100 else f"{number:.3g} {name}"
-    return f"{num_bytes:.0f} B"
-
-
-def speed_text(rate: str | None) -> str:
-    """`"200mbit"` -> `"200 Mbit/s a host"`."""
-    if rate is None:
-        return "no limit"
-    digits = rate.rstrip("abcdefghijklmnopqrstuvwxyz")
-    return f"{digits} {rate[len(digits) :].capitalize()}/s a host"

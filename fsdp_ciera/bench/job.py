@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_ciera.bench.options import JobOptions
 from fsdp_ciera.recipes.build import prepare_transformers
 from fsdp_ciera.recipes.demo_model import (
     build_small_olmoe,
@@ -51,16 +52,6 @@ class JobModel:
     name: str
     num_parameters: int
     """Tied embeddings count once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobOptions:
-    """How it is trained."""
-
-    learning_rate: float = 1e-5
-    tokens_per_rank: int = 8
-    """Few, so that links are what bounds the step: compute hardly depends on it, since it reads all weights anyway."""
-    reduce_dtype: str = "bfloat16"
 
 
 def prepare(folder: Path) -> JobModel:
@@ -139,7 +130,7 @@ class Job:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.settle:
-            from fsdp_ciera import settle_sizes
+            from fsdp_ciera.api import settle_sizes
 
             settle_sizes(self.model)
         return mean_over_ranks(loss)

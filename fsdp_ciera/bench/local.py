@@ -20,9 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fsdp_ciera.bench.ranks import Hosts, start_time
-from fsdp_ciera.recipes.launch import free_port
+from fsdp_ciera.processes import free_port, meeting_point
 
-ADDRESS = "127.0.0.1"
 INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 OWNER_VARIABLE = "CIERA_LOCAL_CLUSTER"
 """In the environment of every rank, and so of what ranks start: the owner's pid and start time, and a number."""
@@ -60,13 +59,7 @@ class LocalCluster(Hosts):
         return ()
 
     def _network(self) -> dict[str, str]:
-        port = str(free_port())
-        return {
-            "MASTER_ADDR": ADDRESS,
-            "MASTER_PORT": port,
-            "GLOO_SOCKET_IFNAME": INTERFACE,
-            OWNER_VARIABLE: self._owner,
-        }
+        return meeting_point(free_port(), interface=INTERFACE) | {OWNER_VARIABLE: self._owner}
 
     def _remove(self) -> None:
         _kill_marked(lambda owner: owner == self._owner)

@@ -39,16 +39,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdp_ciera.bench.ranks import Hosts, RankError, RankResult, Run, start_time
+from fsdp_ciera.bench.ranks import Hosts, RankResult, Run, start_time
+from fsdp_ciera.errors import NetnsError
+from fsdp_ciera.processes import meeting_point
+from fsdp_ciera.units import parse_rate
 
 __all__ = [
     "Cluster",
     "InterfaceBytes",
-    "NetnsError",
-    "RankError",
     "RankResult",
     "Run",
-    "bits_per_second",
     "burst_bytes",
     "check_available",
     "sweep",
@@ -59,15 +59,9 @@ INTERFACE = "eth0"
 MAX_HOSTS = 254
 
 _OWNED_NAME = re.compile(rf"{PREFIX}-(?P<pid>\d+)-(?P<start>\d+)-\d+-(?:switch|host\d+)")
-_RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)")
-_BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _FIRST_PORT = 29500
 _cluster_numbers = itertools.count()
 _run_numbers = itertools.count()
-
-
-class NetnsError(RuntimeError):
-    """Network namespaces cannot be used here, or a command on them failed. Says why and, if known, how to mend it."""
 
 
 class InterfaceBytes(NamedTuple):
@@ -124,7 +118,7 @@ class Cluster(Hosts):
         if not 1 <= num_hosts <= MAX_HOSTS:
             raise ValueError(f"num_hosts={num_hosts} must be from 1 to {MAX_HOSTS}")
         super().__init__(num_hosts, rate)
-        self._burst_bytes = 0 if rate is None else burst_bytes(bits_per_second(rate))
+        self._burst_bytes = 0 if rate is None else burst_bytes(parse_rate(rate))
         self._switch = ""
         self._hosts: list[str] = []
 
@@ -138,7 +132,7 @@ class Cluster(Hosts):
 
     def _network(self) -> dict[str, str]:
         port = _FIRST_PORT + next(_run_numbers) % 1000
-        return {"MASTER_ADDR": _address(0), "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": INTERFACE}
+        return meeting_point(port, _address(0), INTERFACE)
 
     def _entry(self, host: int) -> Sequence[str]:
         return ("ip", "netns", "exec", self._hosts[host])
@@ -178,14 +172,6 @@ class Cluster(Hosts):
 
 def _address(host: int) -> str:
     return f"10.83.0.{host + 1}"
-
-
-def bits_per_second(rate: str) -> float:
-    """`"200mbit"` -> 2e8. Raises `ValueError` for what `tc` would read otherwise, or not at all."""
-    match = _RATE.fullmatch(rate)
-    if match is None or float(match[1]) == 0:
-        raise ValueError(f'rate={rate!r} must be a number and one of {", ".join(_BITS)}, for example "200mbit"')
-    return float(match[1]) * _BITS[match[2]]
 
 
 def burst_bytes(rate_bits_per_second: float) -> int:

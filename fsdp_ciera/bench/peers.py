@@ -26,6 +26,7 @@ from fsdp_ciera._compat import (
     param_groups,
     param_names_and_sizes,
 )
+from fsdp_ciera.errors import MissingPeerError, PeerError
 from fsdp_ciera.kernels.memory import Bytes, empty_bytes
 
 DEFAULT_BLOCK_SIZE = 4096
@@ -34,14 +35,6 @@ DEFAULT_BLOCK_SIZE = 4096
 _CHUNK_VALUES = 1 << 18  # 1 MiB of fp32: what is worked on stays in the processor's cache
 _LARGEST_CODE = 127
 _SIZE_BYTES = 8
-
-
-class PeerError(ValueError):
-    """A setting of a rival is not allowed."""
-
-
-class MissingPeerError(PeerError):
-    """The package of a rival is not installed."""
 
 
 class PeerAllGather(AllGather):

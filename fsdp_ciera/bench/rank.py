@@ -30,9 +30,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
-import fsdp_ciera
+from fsdp_ciera import api
 from fsdp_ciera.bench.contenders import CONTENDERS, Contender, reshard_size
-from fsdp_ciera.bench.job import Job, JobOptions, load
+from fsdp_ciera.bench.job import Job, load
+from fsdp_ciera.bench.options import JobOptions
 from fsdp_ciera.bench.peers import Int8AllGather, PeerAllGather, StatelessAllGather, use
 from fsdp_ciera.bench.ring import ring_reduce_scatter
 from fsdp_ciera.profiling.instruments import CODEC_STAGES, Instruments, leaves_host
@@ -208,7 +209,7 @@ class FSDP2Subject(Subject):
             return float(self._leaves * sum(peer.sent_bytes for peer in self.peers))
         if not self.is_ours:
             return None
-        links = fsdp_ciera.stats(self.model).by_link
+        links = api.stats(self.model).by_link
         outside = {"flat": self._leaves, "between_nodes": True}
         return float(sum(amount.wire_bytes for link, amount in links.items() if outside.get(link, False)))
 
@@ -222,7 +223,7 @@ class FSDP2Subject(Subject):
     def facts(self) -> dict[str, Any]:
         facts = {**super().facts(), "digest": parameters_digest(self.model), "cache_bytes": 0, "notes": []}
         if self.is_ours:
-            counts = fsdp_ciera.stats(self.model)
+            counts = api.stats(self.model)
             facts |= {"cache_bytes": counts.cache_bytes, "notes": list(counts.notes)}
         return facts
 
@@ -257,7 +258,7 @@ def shard_model(
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, options.reduce_dtype))
     shard: Callable[..., Any] = stock_fully_shard
     if policy is not None:
-        shard = partial(fsdp_ciera.fully_shard, ciera_policy=policy)
+        shard = partial(api.fully_shard, ciera_policy=policy)
     for module in (*decoder_layers(model), model):
         shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshard)
     assert isinstance(model, FSDPModule)

@@ -7,24 +7,18 @@ import os
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import IO, Self
 
+from fsdp_ciera.errors import RankError
+from fsdp_ciera.processes import rank_environment, sigterm_raises
+
 _SECONDS_FOR_PEERS_OF_A_FAILED_RANK = 5.0
-
-
-class RankError(RuntimeError):
-    """A rank ended with an error or the run took too long. `results` has what each rank wrote until then."""
-
-    def __init__(self, message: str, results: list[RankResult]) -> None:
-        super().__init__(message)
-        self.results = results
 
 
 @dataclass(frozen=True)
@@ -53,7 +47,7 @@ class Hosts(ABC):
 
     def __enter__(self) -> Self:
         self._prepare()
-        self._undo_sigterm.enter_context(_sigterm_raises())
+        self._undo_sigterm.enter_context(sigterm_raises())
         try:
             self._build()
         except BaseException:
@@ -91,12 +85,7 @@ class Hosts(ABC):
         self._runs.append(run)
         for rank in range(num_ranks):
             host = rank // ranks_per_host
-            rank_env = shared_env | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank % ranks_per_host),
-                "WORLD_SIZE": str(num_ranks),
-                "LOCAL_WORLD_SIZE": str(ranks_per_host),
-            }
+            rank_env = shared_env | rank_environment(rank, num_ranks, ranks_per_host)
             run.add(rank, host, [*self._entry(host), *argv], rank_env)
         return run
 
@@ -234,24 +223,6 @@ def start_time(pid: int) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return int(stat.rpartition(")")[2].split()[19])
-
-
-@contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Inside, SIGTERM raises `SystemExit`, so that `with` blocks are left in order; unless the program handles it."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def leave(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
-    signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

@@ -10,36 +10,34 @@ as "-" in tables and left empty in CSV.
 
 from __future__ import annotations
 
-import csv
 import math
-import statistics
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-import numpy as np
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from fsdp_ciera.bench.contenders import CONTENDERS, FSDP2, KEEP, Contender, Kind
+from fsdp_ciera.bench.frames import frame_of, mean, median, quantiles
+from fsdp_ciera.bench.frames import write_csv as records_to_csv
 from fsdp_ciera.bench.results import Measured, Results, Setting, Step
+from fsdp_ciera.errors import ReportError
+from fsdp_ciera.units import format_number, format_share
 
 DEFAULT = "default"
 """Our default policy."""
 PARTS = ("compute", "gather", "reduce_scatter", "other_collective", "codec")
 """Of an iteration; fields of `Step`, with `_seconds` behind."""
 
+STEP_COLUMNS = tuple(field.name for field in fields(Step))
 BYTES_BAR_PERCENT, SLOWER_BAR_PERCENT = 1.0, 2.0
 MARKS = ((FSDP2, "FSDP2", 2.3), (KEEP, "FSDP2 reshard_after_forward=False", 1.8))
 """How many times shorter iterations of the default policy are to be, in the setting below."""
 MARK_HOSTS, MARK_RATE = 4, "200mbit"
-
-
-class ReportError(ValueError):
-    """Results cannot be shown, drawn or compared as asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,27 +105,26 @@ def summarize(results: Results, contenders: Mapping[str, Contender] = CONTENDERS
 
 def median_seconds(measured: Measured | None) -> float:
     """Of the timed iterations; NaN where there are none."""
-    return _median(step.seconds for step in measured.steps) if measured else math.nan
+    return median(frame_of(measured.steps, STEP_COLUMNS), "seconds") if measured else math.nan
 
 
 def _summary(measured: Measured, contender: Contender, stock: Measured | None, keep: Measured | None) -> Summary:
-    steps = measured.steps
-    seconds = [step.seconds for step in steps]
-    p5, p95 = (float(value) for value in np.percentile(seconds, (5, 95))) if seconds else (math.nan, math.nan)
-    on_interface = [math.nan if step.interface_bytes is None else step.interface_bytes for step in steps]
+    steps = frame_of(measured.steps, STEP_COLUMNS)
+    seconds = median(steps, "seconds")
+    p5, p95 = quantiles(steps, "seconds", (0.05, 0.95))
     last = min(len(measured.losses), len(stock.losses)) - 1 if stock else -1
     return Summary(
         contender=contender,
         measured=measured,
-        seconds=_median(seconds),
+        seconds=seconds,
         p5_seconds=p5,
         p95_seconds=p95,
-        part_seconds={part: _median(getattr(step, f"{part}_seconds") for step in steps) for part in PARTS},
-        stock_ratio=_ratio(median_seconds(stock), _median(seconds)),
-        keep_ratio=_ratio(median_seconds(keep), _median(seconds)),
-        counted_bytes=_mean(step.counted_bytes for step in steps),
-        gathered_bytes=_mean(step.gathered_bytes for step in steps),
-        interface_bytes=_mean(on_interface),
+        part_seconds={part: median(steps, f"{part}_seconds") for part in PARTS},
+        stock_ratio=_ratio(median_seconds(stock), seconds),
+        keep_ratio=_ratio(median_seconds(keep), seconds),
+        counted_bytes=mean(steps, "counted_bytes"),
+        gathered_bytes=mean(steps, "gathered_bytes"),
+        interface_bytes=mean(steps, "interface_bytes"),
         has_stock_bits=_has_same_bits(measured, stock) if stock else None,
         loss=measured.losses[-1] if measured.losses else math.nan,
         loss_difference=measured.losses[last] - stock.losses[last] if stock and last >= 0 else math.nan,
@@ -149,14 +146,6 @@ def _has_same_bits(measured: Measured, stock: Measured) -> bool | None:
 
 def _bits(values: Iterable[float]) -> bytes:
     return b"".join(struct.pack("<d", value) for value in values)  # unlike ==, tells -0 from 0 and a NaN is itself
-
-
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(values) if (values := list(values)) else math.nan
-
-
-def _mean(values: Iterable[float]) -> float:
-    return statistics.fmean(values) if (values := list(values)) else math.nan
 
 
 def _ratio(above: float, below: float) -> float:
@@ -190,9 +179,9 @@ def time_table(setting: Setting, summaries: Sequence[Summary]) -> Table:
         seconds = (summary.seconds, summary.p5_seconds, summary.p95_seconds, *summary.part_seconds.values())
         made.add_row(
             Text(summary.label),
-            *(_number(value, 3) for value in seconds),
-            Text(_number(summary.stock_ratio, 2), "red" if summary.is_slower else ""),
-            _number(summary.keep_ratio, 2),
+            *(format_number(value, 3) for value in seconds),
+            Text(format_number(summary.stock_ratio, 2), "red" if summary.is_slower else ""),
+            format_number(summary.keep_ratio, 2),
             style=_style(summary),
         )
     return made
@@ -219,13 +208,13 @@ def bytes_table(setting: Setting, summaries: Sequence[Summary]) -> Table:
         sent = (summary.gathered_bytes, summary.counted_bytes, summary.interface_bytes)
         made.add_row(
             Text(summary.label),
-            *(_number(value / 1e6, 2) for value in sent),
+            *(format_number(value / 1e6, 2) for value in sent),
             "-" if math.isnan(percent) else f"{percent:+.2f} %",
             *(
-                _number(value / 1e6 if summary.measured.steps else math.nan, 0)
+                format_number(value / 1e6 if summary.measured.steps else math.nan, 0)
                 for value in (summary.measured.peak_memory_bytes, summary.measured.cache_bytes)
             ),
-            _number(summary.loss, 6),
+            format_number(summary.loss, 6),
             _loss_text(summary),
             style=_style(summary),
         )
@@ -245,10 +234,6 @@ def _table(title: str, caption: str, headings: Sequence[str]) -> Table:
     for heading in headings:
         made.add_column(heading, justify="right", no_wrap=True)
     return made
-
-
-def _number(value: float, num_digits: int) -> str:
-    return "-" if math.isnan(value) else f"{value:,.{num_digits}f}"
 
 
 def _style(summary: Summary) -> str | None:
@@ -279,7 +264,7 @@ def verdicts(results: Results, contenders: Mapping[str, Contender] = CONTENDERS)
         for key, name, mark in MARKS:
             ratio = _ratio(median_seconds(results.of(key)), default)
             passed = None if math.isnan(ratio) else ratio >= mark
-            text = f"default policy {_number(ratio, 3)}x as fast as {name} (mark {mark})"
+            text = f"default policy {format_number(ratio, 3)}x as fast as {name} (mark {mark})"
             found.append(Verdict(name=f"{mark}x", passed=passed, text=text, decides=False))
     return found
 
@@ -351,7 +336,7 @@ def _never_slower(summaries: Sequence[Summary]) -> Verdict:
     slow = [one for one in known if one.is_slower]
     worst = min(known, key=lambda one: one.stock_ratio)
     text = f"of our policies, {len(slow)} of {len(known)} take over {SLOWER_BAR_PERCENT:g} % longer than FSDP2"
-    named = "; ".join(f"{one.label} {100 * (1 / one.stock_ratio - 1):+.1f} %" for one in slow or [worst])
+    named = "; ".join(f"{one.label} {format_share(1 / one.stock_ratio - 1, signed=True)}" for one in slow or [worst])
     return Verdict(
         name="never slower",
         passed=not slow,
@@ -375,20 +360,10 @@ def write_csv(results: Results, path: Path, contenders: Mapping[str, Contender] 
         | {"notes": "; ".join(one.measured.notes)}
         for one in summarize(results, contenders)
     ]
-    _write_rows(rows, list(rows[0]) if rows else [], path)
+    records_to_csv(rows, list(rows[0]) if rows else [], path)
 
 
 def write_steps_csv(results: Results, path: Path) -> None:
     """One row for each timed iteration of each contender. Raises `OSError`."""
     rows = [{"contender": one.contender, **asdict(step)} for one in results.measured for step in one.steps]
-    _write_rows(rows, ["contender", *(field.name for field in fields(Step))], path)
-
-
-def _write_rows(rows: Sequence[Mapping[str, object]], headings: Sequence[str], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, headings, lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow(
-                {key: "" if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}
-            )
+    records_to_csv(rows, ["contender", *STEP_COLUMNS], path)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
@@ -24,39 +24,26 @@ from typing import Any
 import torch
 
 from fsdp_ciera.bench.contenders import Contender
-from fsdp_ciera.bench.job import JobModel, JobOptions
+from fsdp_ciera.bench.job import JobModel
 from fsdp_ciera.bench.local import LocalCluster
 from fsdp_ciera.bench.machine import machine_name, num_cores
-from fsdp_ciera.bench.netns import Cluster, bits_per_second
+from fsdp_ciera.bench.netns import Cluster
+from fsdp_ciera.bench.options import RunOptions
 from fsdp_ciera.bench.rank import STOPPED
 from fsdp_ciera.bench.ranks import Run
 from fsdp_ciera.bench.results import Measured, Results, Setting, Step
-from fsdp_ciera.recipes.launch import KEEP_MEMORY, free_port
+from fsdp_ciera.processes import KEEP_MEMORY, free_port
+from fsdp_ciera.units import parse_rate
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 20.0  # for the other ranks of a turn in which one has failed
 _FIRST_PORT = 30000  # in namespaces, where nobody else listens
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What `ciera bench e2e` can change of a run."""
-
-    hosts: int = 4
-    ranks_per_host: int = 1
-    rate: str | None = "200mbit"
-    loopback: bool = False
-    rounds: int = 2
-    warmup_steps: int = 2
-    timed_steps: int = 3
-    turn_seconds: float = 900.0
-    """The longest that a turn may take."""
-    reduce_scatter: str = "ring"
-    job: JobOptions = field(default_factory=JobOptions)
-
-    def cluster(self) -> Cluster | LocalCluster:
-        """The hosts. Raises `ValueError` for a rate that is none."""
-        return LocalCluster(self.hosts, self.rate) if self.loopback else Cluster(self.hosts, self.rate)
+def cluster_of(options: RunOptions) -> Cluster | LocalCluster:
+    """The hosts. Raises `ValueError` for a rate that is none."""
+    limit = options.limit
+    return LocalCluster(options.hosts, limit) if options.loopback else Cluster(options.hosts, limit)
 
 
 @dataclass(frozen=True)
@@ -88,7 +75,7 @@ def measure(
     `RunOptions.loopback`), `RankError` when a rank's process dies; a contender that fails is in the results, with why.
     """
     turns: list[Turn] = []
-    with tempfile.TemporaryDirectory(prefix="ciera-bench-") as name, options.cluster() as cluster:
+    with tempfile.TemporaryDirectory(prefix="ciera-bench-") as name, cluster_of(options) as cluster:
         folder = Path(name)
         (folder / "setting.json").write_text(json.dumps(_setting_of_ranks(options, model)))
         environment = {**KEEP_MEMORY, "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
@@ -196,7 +183,7 @@ def _setting_of_ranks(options: RunOptions, model: JobModel) -> dict[str, Any]:
         "timed_steps": options.timed_steps,
         "reduce_scatter": options.reduce_scatter,
         "num_cores": num_cores(),
-        "rate_bits_per_second": None if options.rate is None else bits_per_second(options.rate),
+        "rate_bits_per_second": None if options.limit is None else parse_rate(options.limit),
     }
 
 
@@ -204,7 +191,7 @@ def _setting(options: RunOptions, model: JobModel) -> Setting:
     return Setting(
         hosts=options.hosts,
         ranks_per_host=options.ranks_per_host,
-        rate=options.rate,
+        rate=options.limit,
         mode="loopback" if options.loopback else "namespaces",
         rounds=options.rounds,
         warmup_steps=options.warmup_steps,

@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_ciera.bench.job import BETAS, MAX_GRAD_NORM, JobOptions, Watch, batch, mean_over_ranks
-from fsdp_ciera.bench.peers import MissingPeerError, PeerError
+from fsdp_ciera.bench.job import BETAS, MAX_GRAD_NORM, Watch, batch, mean_over_ranks
+from fsdp_ciera.bench.options import JobOptions
+from fsdp_ciera.errors import MissingPeerError, PeerError
 from fsdp_ciera.recipes.shard import decoder_layers
 
 _NEVER = 10**9

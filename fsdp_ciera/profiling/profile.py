@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from fsdp_ciera.errors import CieraPolicyError
+from fsdp_ciera.errors import CieraFileError, CieraPolicyError
 from fsdp_ciera.policies.rates import Rates
 
 ALL = "all"
@@ -128,7 +128,7 @@ class Profile:
             )
             made["notes"] = tuple(values["notes"])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CieraPolicyError(
+            raise CieraFileError(
                 f"this is no profile ({type(error).__name__}: {error}): give what Profile.to_json() or `ciera profile` wrote"
             ) from error
         return cls(**made)
@@ -176,17 +176,17 @@ class Profile:
 def merge_tables(older: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
     """One table with the entries of both, by rising learning rate; of two with the same one, the newer's.
 
-    Name and provenance are the newer's; its notes say what differed in the older's. Raises `CieraPolicyError` when they
+    Name and provenance are the newer's; its notes say what differed in the older's. Raises `CieraFileError` when they
     are not tables of the same model.
     """
     for table in (older, newer):
         if table.get("format") != _FORMAT or not isinstance(table.get("entries"), list):
-            raise CieraPolicyError(
+            raise CieraFileError(
                 f"format={table.get('format')!r} is no table that this version can merge; allowed: {_FORMAT}, with a list of "
                 "entries, as Profile.to_table() makes it"
             )
     if older.get("model") != newer.get("model"):
-        raise CieraPolicyError(
+        raise CieraFileError(
             f"tables of {older.get('model')!r} and {newer.get('model')!r} cannot be merged: change rates belong to one model"
         )
     entries = {entry["lr"]: entry for table in (older, newer) for entry in table["entries"]}

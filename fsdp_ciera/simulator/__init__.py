@@ -1,6 +1,5 @@
 """The simulator: where the measuring stand ends, a model of it goes on, with its own error stated.
 
-command.py    `ciera simulate`
 runs.py       what the stand measured and recorded: settings, medians, traces
 modelled.py   a trace of a model that nobody ran, from `ciera plan`'s shapes and rates
 schemes.py    how every contender's step follows from a stock step
@@ -12,5 +11,7 @@ calibrate.py  the constants of network and contention, by least squares from mea
 fit.py        that least squares: no coefficient below zero, outliers count less
 validate.py   predicted beside measured iteration times, and the bar
 project.py    all contenders over many world sizes
-figures.py    timeline and projection pictures; report.py, tables and JSON
+report.py     tables and JSON
+
+The command is cli/tasks/simulate.py; timeline and projection pictures are in cli/figures/simulate.py.
 """

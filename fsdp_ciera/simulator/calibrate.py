@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from fsdp_ciera.bench.netns import burst_bytes
+from fsdp_ciera.errors import SimulationError
 from fsdp_ciera.profiling.trace import Trace
-from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.fit import fit_robust
 from fsdp_ciera.simulator.network import Network, Place, Wire, hops, sent_bytes
 from fsdp_ciera.simulator.place import COLLECTIVES, Machine, hierarchical_groups, place_of, ring_of

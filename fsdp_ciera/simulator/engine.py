@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_ciera.simulator.errors import SimulationError
+from fsdp_ciera.errors import SimulationError
 
 
 @dataclass(frozen=True, slots=True)

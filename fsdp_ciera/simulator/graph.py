@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from fsdp_ciera.errors import SimulationError
 from fsdp_ciera.profiling.trace import NODES, Event, Trace
 from fsdp_ciera.simulator.engine import Node
-from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.network import Network
 from fsdp_ciera.simulator.place import CODEC, COLLECTIVES, DECODERS, ENCODERS, hierarchical_groups, ring_of
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fsdp_ciera.bench.contenders import reshard_size
+from fsdp_ciera.errors import SimulationError
 from fsdp_ciera.profiling.trace import Event, Trace
-from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.network import Place, Ring
 
 ENCODERS = ("Hash", "Cmp")

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from fsdp_ciera.bench.contenders import CONTENDERS, Kind
+from fsdp_ciera.errors import SimulationError
 from fsdp_ciera.profiling.trace import Trace
 from fsdp_ciera.simulator.engine import Schedule, simulate
-from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.graph import build, priced
 from fsdp_ciera.simulator.modelled import ComputeCosts, ModelParameters, stock_step
 from fsdp_ciera.simulator.network import Network, Place, sent_bytes
@@ -159,8 +159,6 @@ def schedule(job: Job, cluster: Cluster, place: Place, key: str, given: Assumpti
 
 def label_of(key: str) -> str:
     """A contender's, for tables and pictures."""
-    if key in BY_KEY:
-        return BY_KEY[key].label
     return CONTENDERS[key].label if key in CONTENDERS else key
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 from rich.table import Table
 
+from fsdp_ciera.bench.frames import frame_of, table_of, wide
 from fsdp_ciera.simulator.calibrate import Calibration
 from fsdp_ciera.simulator.project import Point
 from fsdp_ciera.simulator.validate import BAR, Check, Validation
+from fsdp_ciera.units import format_digits, format_number, format_share
 
 STAMP = "UNVALIDATED"
 FORMAT = 1
@@ -26,10 +28,10 @@ def validation_table(validation: Validation) -> Table:
         made.add_row(
             check.contender,
             str(check.setting),
-            f"{check.predicted_seconds:.3f}",
-            f"{check.measured_seconds:.3f}",
-            f"{100 * check.measured_scatter:.1f} %",
-            f"{100 * check.error:+.1f} %",
+            format_number(check.predicted_seconds, 3),
+            format_number(check.measured_seconds, 3),
+            format_share(check.measured_scatter),
+            format_share(check.error, signed=True),
             remark(check),
             style="red" if misses else None if check.is_independent else "dim",
         )
@@ -48,27 +50,26 @@ def projection_table(
 ) -> Table:
     """Seconds and speed-up by contender and world size."""
     stamp = f"{STAMP}: " if is_unvalidated else ""
-    sizes = list(dict.fromkeys(point.world_size for point in points))
-    made = Table(
+    frame = frame_of(
+        {"key": point.contender, "size": f"{point.world_size:,} GPU" + "s" * (point.world_size > 1),
+         "text": f"{format_digits(point.seconds)} ({point.speedup:.2f}x)"}
+        for point in points
+    )  # fmt: skip
+    first = {point.contender: point for point in reversed(points)}
+    texts = wide(frame, "key", "size", "text")
+    rows = [
+        (first[str(key)].label, first[str(key)].source + (", validated" if key in validated else ""), *of_key)
+        for key, of_key in texts.iterrows()
+    ]
+    made = table_of(
+        ("contender", "from", *texts.columns),
+        rows,
         title=f"{stamp}projected iteration of {name}, {where}",
-        caption="seconds (speed-up over FSDP2)" + (f"; {STAMP}" if is_unvalidated else ""),
+        left=("contender", "from"),
     )
-    made.add_column("contender", no_wrap=True)
-    made.add_column("from")
-    for size in sizes:
-        made.add_column(f"{size:,} GPU" + ("s" if size > 1 else ""), justify="right")
-    by_contender: dict[str, list[Point]] = {}
-    for point in points:
-        by_contender.setdefault(point.contender, []).append(point)
-    for key, its in by_contender.items():
-        source = its[0].source + (", validated" if key in validated else "")
-        made.add_row(its[0].label, source, *(f"{seconds_text(one.seconds)} ({one.speedup:.2f}x)" for one in its))
+    made.caption = "seconds (speed-up over FSDP2)" + (f"; {STAMP}" if is_unvalidated else "")
+    made.columns[0].no_wrap = True
     return made
-
-
-def seconds_text(seconds: float) -> str:
-    """Three digits or so."""
-    return f"{seconds:.3g}" if seconds < 100 else f"{seconds:,.0f}"
 
 
 def as_json(

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
-from fsdp_ciera.bench.netns import bits_per_second
 from fsdp_ciera.bench.results import Results
+from fsdp_ciera.errors import SimulationError
 from fsdp_ciera.profiling.trace import Trace
-from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.network import Place
-
-_BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+from fsdp_ciera.units import format_rate, parse_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +29,7 @@ class Setting:
 
     def __str__(self) -> str:
         ranks = "" if self.ranks_per_host == 1 else f" x {self.ranks_per_host} ranks"
-        return f"{self.hosts} hosts{ranks}, {rate_text(self.rate_bits_per_second)}"
+        return f"{self.hosts} hosts{ranks}, {format_rate(self.rate_bits_per_second)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,21 +104,3 @@ def _scatter(seconds: Sequence[float]) -> float:
         return 0.0
     low, middle, high = quantiles(seconds, n=4, method="inclusive")
     return (high - low) / 2 / middle
-
-
-def parse_rate(text: str) -> float:
-    """`"200mbit"` -> 2e8. Raises `SimulationError`."""
-    try:
-        return bits_per_second(text)
-    except ValueError as error:
-        raise SimulationError(str(error)) from None
-
-
-def rate_text(rate: float | None) -> str:
-    """`2e8` -> `"200mbit"`."""
-    if rate is None:
-        return "no limit"
-    for unit in ("gbit", "mbit", "kbit"):
-        if rate >= _BITS[unit]:
-            return f"{rate / _BITS[unit]:g}{unit}"
-    return f"{rate:g}bit"

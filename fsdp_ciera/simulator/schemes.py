@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from fsdp_ciera.bench.contenders import CONTENDERS, Contender
 from fsdp_ciera.codecs import CODECS
+from fsdp_ciera.errors import SimulationError
 from fsdp_ciera.gather.agreement import ROW_BYTES
 from fsdp_ciera.kernels.heads import HEAD_BYTES
 from fsdp_ciera.planning.choose import make_plan
@@ -25,7 +27,6 @@ from fsdp_ciera.policies.payloads import Payload, expected_payload
 from fsdp_ciera.policies.tables import Table, rates_for
 from fsdp_ciera.policy import CieraPolicy
 from fsdp_ciera.profiling.trace import Event, Trace
-from fsdp_ciera.simulator.errors import SimulationError
 from fsdp_ciera.simulator.network import Place
 from fsdp_ciera.simulator.place import part_of
 
@@ -34,18 +35,11 @@ _BLOCK = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """A contender, by what it changes in a stock step."""
+    """How the step of a contender of the stand follows from a stock step."""
 
-    key: str
-    label: str
+    contender: Contender
     source: str
     """What the derivation rests on."""
-    codecs: tuple[str, ...] = ()
-    """Of ours, to choose from."""
-    is_paper: bool = False
-    keeps: bool = False
-    """Whether backward gathers nothing."""
-    reshards_to_part: bool = False
     bits: float | None = None
     """A value, in every gather; of codecs that are not ours."""
     cost_like: str = ""
@@ -54,29 +48,57 @@ class Scheme:
     """Of a gradient, where it is not what the trace says."""
 
     @property
+    def key(self) -> str:
+        """The contender's."""
+        return self.contender.key
+
+    @property
+    def keeps(self) -> bool:
+        """Whether backward gathers nothing."""
+        return self.contender.reshard_after_forward is False
+
+    @property
+    def reshards_to_part(self) -> bool:
+        """Whether backward gathers among some of the ranks."""
+        return self.contender.reshard_after_forward == "int"
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """Of ours, to choose from; none of all others."""
+        policy = self.contender.make_policy(_ANY_LEARNING_RATE, 1)
+        return () if policy is None else policy.codecs
+
+    @property
+    def is_paper(self) -> bool:
+        """Whether it is the paper's policy."""
+        return self.contender.is_paper
+
+    @property
     def needs_costs(self) -> bool:
         """Whether it codes what it gathers, so that its step depends on what codecs cost and send."""
-        return bool(self.codecs) or self.bits is not None
+        return self.contender.policy is not None or self.bits is not None
 
 
-_DEFAULT_CODECS = CieraPolicy().codecs
+_ANY_LEARNING_RATE = 1e-5  # a policy's codecs do not depend on it
 _TABLES = "rates and costs of `ciera plan`"
+
+
+def _scheme(key: str, source: str = _TABLES, **fields: Any) -> Scheme:
+    return Scheme(contender=CONTENDERS[key], source=source, **fields)
+
+
 SCHEMES: tuple[Scheme, ...] = (
-    Scheme(key="fsdp2", label="FSDP2", source="the trace"),
-    Scheme(key="fsdp2-keep", label="FSDP2, kept after forward", source="no backward gathers", keeps=True),
-    Scheme(key="fsdp2-int", label="FSDP2, reshard to a part", source="backward gathers in a part", reshards_to_part=True),
-    Scheme(key="zero3", label="DeepSpeed ZeRO-3", source="two gathers, gradients in 16 bits", reduce_item_bytes=2),
-    Scheme(key="int8", label="int8 gather (LOSSY)", source="8 bits and a scale for 4096 values; costs of a pass over them",
-           bits=8 + 32 / 4096, cost_like="value_delta"),
-    Scheme(key="zstd", label="zstd per gather", source="12.4 bits (ZipNN paper, zstd on bf16 models); costs of entropy",
-           bits=12.4, cost_like="entropy"),
-    Scheme(key="zipnn", label="ZipNN per gather", source="10.6 bits (ZipNN paper, bf16 models); costs of entropy",
-           bits=10.6, cost_like="entropy"),
-    *(Scheme(key=codec, label=codec, source=_TABLES, codecs=(codec,))
-      for codec in ("entropy", "exponent_block", "exponent_delta", "value_delta")),
-    Scheme(key="paper", label="CieraPolicy.paper()", source=_TABLES, codecs=("exponent_block",), is_paper=True),
-    Scheme(key="default", label="default policy", source=_TABLES, codecs=_DEFAULT_CODECS),
+    _scheme("fsdp2", "the trace"),
+    _scheme("fsdp2-keep", "no backward gathers"),
+    _scheme("fsdp2-int", "backward gathers in a part"),
+    _scheme("zero3", "two gathers, gradients in 16 bits", reduce_item_bytes=2),
+    _scheme("int8", "8 bits and a scale for 4096 values; costs of a pass over them", bits=8 + 32 / 4096,
+            cost_like="value_delta"),
+    _scheme("zstd", "12.4 bits (ZipNN paper, zstd on bf16 models); costs of entropy", bits=12.4, cost_like="entropy"),
+    _scheme("zipnn", "10.6 bits (ZipNN paper, bf16 models); costs of entropy", bits=10.6, cost_like="entropy"),
+    *(_scheme(key) for key in ("entropy", "exponent_block", "exponent_delta", "value_delta", "paper", "default")),
 )  # fmt: skip
+"""Of the stand's contenders, those whose steps can be derived."""
 BY_KEY: Mapping[str, Scheme] = {scheme.key: scheme for scheme in SCHEMES}
 
 

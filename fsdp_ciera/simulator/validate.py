@@ -19,6 +19,7 @@ from fsdp_ciera.simulator.network import Place
 from fsdp_ciera.simulator.place import COLLECTIVES, move
 from fsdp_ciera.simulator.runs import Run, Setting, setting_of
 from fsdp_ciera.simulator.schemes import BY_KEY, derive
+from fsdp_ciera.units import format_share
 
 BAR = 0.04
 """The paper's: its simulator matches measured iteration times within 4 %."""
@@ -77,7 +78,7 @@ class Validation:
                 )
             return "not validated: no measured run to compare with (--calibrate FOLDER ... --validate FOLDER ...)"
         what = f"{worst.contender} on {worst.setting}: predicted {worst.predicted_seconds:.3f} s, measured"
-        what += f" {worst.measured_seconds:.3f} s ({100 * worst.error:+.1f} %)"
+        what += f" {worst.measured_seconds:.3f} s ({format_share(worst.error, signed=True)})"
         count = f"{len(self.counted)} measured medians that were not calibrated on"
         if self.passes:
             return f"validated within {100 * BAR:g} % on {count}; the worst is {what}"

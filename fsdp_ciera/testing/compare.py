@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ def compare_with_stock(
     both models are in memory at different times; what `train` yields is kept.
     """
     policy = CieraPolicy() if policy is None else policy
-    seen = []
+    seen: list[Named] = []
     report = CieraStats()
     for shard in (torch_fully_shard, partial(fully_shard, ciera_policy=policy)):
         torch.manual_seed(seed)
@@ -56,7 +56,7 @@ def compare_with_stock(
         if shard is not torch_fully_shard:
             report = stats(model)
             detach(model)
-    check_equal(*seen, f"under {policy}")
+    check_equal(seen[0], seen[1], f"under {policy}")
     return report
 
 
@@ -71,5 +71,6 @@ def check_equal(expected: Named, got: Named, where: str) -> None:
             raise AssertionError(f"{where}: {name} differs from stock FSDP2's in {found}")
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()

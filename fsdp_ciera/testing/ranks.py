@@ -13,7 +13,6 @@ import atexit
 import gc
 import multiprocessing as mp
 import os
-import socket
 import sys
 import time
 import traceback
@@ -25,15 +24,14 @@ from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any
 
-PRELOADED = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.optim", "fsdp_ciera"]
+from fsdp_ciera.errors import RankFailure
+from fsdp_ciera.processes import free_port, meeting_point, rank_environment
+
+PRELOADED = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.optim", "fsdp_ciera.api"]
 """What ranks need anyhow; imported once, in the server that they are forked from."""
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)
-
-
-class RankFailure(AssertionError):
-    """A rank raised, died or ran out of time. Carries the text of each failed rank's traceback."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ def run_ranks(
     Raises `RankFailure` with the tracebacks of the ranks that failed; with `expect_failure` it returns the exceptions of the
     ranks instead (`None` for a rank that succeeded).
     """
-    port = _free_port()
+    port = free_port()
     processes = [_Process() if is_fresh or not _IDLE else _IDLE.pop() for _ in range(world_size)]
     outcomes: list[tuple[bool, Any] | None] = [None] * world_size
     waiting: dict[Connection, int] = {}
@@ -131,12 +129,6 @@ def end_idle_processes() -> None:
         _IDLE.pop().end(patience_s=2.0)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 # In the processes
 
 
@@ -169,11 +161,7 @@ def _run(job: _Job) -> tuple[bool, Any]:
 
     sys.path[:] = job.path
     with _undone(job.fn.__module__):
-        os.environ.update(
-            RANK=str(job.rank), LOCAL_RANK=str(job.rank), WORLD_SIZE=str(job.world_size),
-            LOCAL_WORLD_SIZE=str(job.world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port),
-            GLOO_SOCKET_IFNAME="lo",
-        )  # fmt: skip
+        os.environ.update(rank_environment(job.rank, job.world_size) | meeting_point(job.port))
         try:
             dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s))
             value = job.fn(job.rank, job.world_size, *job.args)

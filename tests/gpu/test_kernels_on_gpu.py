@@ -19,10 +19,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsdp_ciera.errors import CieraKernelError
 from fsdp_ciera.kernels import cuda, dispatch, nvcomp, reference, reference_tiles
 from fsdp_ciera.kernels.formats import FORMATS, FloatFormat, packed_bytes
 from fsdp_ciera.kernels.heads import ALIGNMENT, HEAD_BYTES, TILES
-from fsdp_ciera.kernels.launch import PTX_FILE, CieraKernelError, kernel_module
+from fsdp_ciera.kernels.launch import PTX_FILE, kernel_module
 from fsdp_ciera.kernels.tiles import Payloads, SectionRoom, Tiles, make_tiles
 from kernel_cases import (
     NAME,

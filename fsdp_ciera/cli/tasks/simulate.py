@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
+from fsdp_ciera.cli.figures.simulate import Panel, draw_projection, draw_timeline
+from fsdp_ciera.cli.simulate import SimulateOptions
+from fsdp_ciera.cli.tasks.plan import codec_costs, meta_model
+from fsdp_ciera.errors import CieraFileError, MissingPackageError, SimulationError, UnitError
 from fsdp_ciera.policies.links import Link, parse_link
 from fsdp_ciera.policies.tables import load_table, table_for_model
 from fsdp_ciera.policy import CieraPolicy
 from fsdp_ciera.profiling.trace import Trace
-from fsdp_ciera.recipes.plan import codec_costs, meta_model
-from fsdp_ciera.simulator.errors import SimulationError
-from fsdp_ciera.simulator.figures import Panel, draw_projection, draw_timeline
 from fsdp_ciera.simulator.modelled import ComputeCosts, ModelParameters
 from fsdp_ciera.simulator.network import Network, Place
 from fsdp_ciera.simulator.place import Machine
@@ -31,9 +32,10 @@ from fsdp_ciera.simulator.project import (
     schedule,
 )
 from fsdp_ciera.simulator.report import STAMP, as_json, projection_table, validation_table
-from fsdp_ciera.simulator.runs import Run, Setting, load_run, load_trace, parse_rate
+from fsdp_ciera.simulator.runs import Run, Setting, load_run, load_trace
 from fsdp_ciera.simulator.schemes import Assumptions
 from fsdp_ciera.simulator.validate import BAR, Predictor, Validation, validate
+from fsdp_ciera.units import format_share, parse_rate
 
 REFUSED = 3
 """The exit code of a projection that nothing vouches for."""
@@ -41,45 +43,9 @@ _WIDTH = 140
 """Of tables that go to a file or pipe."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SimulateOptions:
-    """What the command line says."""
-
-    traces: tuple[Path, ...] = ()
-    model: str | None = None
-    calibrate: tuple[Path, ...] = ()
-    validate: tuple[Path, ...] = ()
-    unvalidated: bool = False
-    save_calibration: Path | None = None
-    gpus: tuple[int, ...] = (8, 16)
-    ranks_per_node: int = 8
-    topology: str = "flat"
-    between_nodes: str = "8GB/s 30us"
-    in_node: str = "230GB/s 15us"
-    hop_seconds: float = 9.6e-6
-    in_node_hop_seconds: float = 3.4e-6
-    rate: str | None = None
-    schedule: str = "auto"
-    speedup: float = 1.0
-    compute_seconds: float | None = None
-    flops_per_second: float = 125e12
-    tokens: int = 4096
-    backward_factor: float = 2.0
-    reduce_dtype: str = "float32"
-    learning_rate: float = 1e-5
-    table: str | None = None
-    costs: str = "a100"
-    budget: str = "8GiB"
-    contenders: tuple[str, ...] | None = None
-    json_path: str | None = None
-    plot: Path | None = None
-    plot_contender: str = "default"
-    plot_gpus: int | None = None
-    plot_projection: Path | None = None
-
-
 def run_simulate(options: SimulateOptions) -> int:
-    """Returns 0, or 3 where measured runs do not vouch for the projection. Raises `SimulationError` or `CieraPolicyError`."""
+    """Returns 0, or 3 where measured runs do not vouch for the projection. Raises the errors
+    of `fsdp_ciera.errors` that a command says in one line."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)
@@ -105,7 +71,7 @@ def run_simulate(options: SimulateOptions) -> int:
         return REFUSED
     job, cluster, given, notes = _prepare(options, predictor, calibrated)
     keys = _keys(options, job)
-    points = project(job, cluster, options.gpus, keys, given)
+    points = project(job, cluster, options.world_sizes, keys, given)
     notes = [validation.verdict(), *notes]
     if options.json_path is not None:
         calibration = None if predictor is None else predictor.calibration
@@ -136,9 +102,9 @@ def _refuse(validation: Validation) -> None:
     for check in validation.counted:
         if abs(check.error) > BAR:
             text = (
-                f"  {check.contender} on {check.setting}: {100 * check.error:+.1f} % (predicted "
+                f"  {check.contender} on {check.setting}: {format_share(check.error, signed=True)} (predicted "
                 f"{check.predicted_seconds:.3f} s, measured {check.measured_seconds:.3f} s; its iterations scatter by "
-                f"{100 * check.measured_scatter:.1f} %)"
+                f"{format_share(check.measured_scatter)})"
             )
             console.print(text, highlight=False, markup=False)
     console.print("  --unvalidated projects all the same, and stamps every output", highlight=False, markup=False)
@@ -175,12 +141,12 @@ def _prepare(
         given = replace(given, between=Link(0.0, min(rate, 1e12)), inside=Link(0.0, 1e12))
         notes += stand_notes
     else:
-        network = Network.of_links(links[0], links[1], options.hop_seconds, options.in_node_hop_seconds)
+        network = Network.of_links(links[0], links[1], 1e-6 * options.hop_us, 1e-6 * options.in_node_hop_us)
         cluster = Cluster(ranks_per_host=options.ranks_per_node, network=lambda _: network, is_serial=is_serial)
         job, job_notes = _job(options, runs)
         notes += [
-            f"links: {network.label}; a hop {1e6 * options.hop_seconds:g} us between nodes, "
-            f"{1e6 * options.in_node_hop_seconds:g} us inside (NCCL's tuning model); every rank has a device of its own",
+            f"links: {network.label}; a hop {options.hop_us:g} us between nodes, "
+            f"{options.in_node_hop_us:g} us inside (NCCL's tuning model); every rank has a device of its own",
             *job_notes,
         ]
     notes.append(
@@ -254,7 +220,7 @@ def _job(options: SimulateOptions, runs: Sequence[Run]) -> tuple[Job, list[str]]
 
 def _keys(options: SimulateOptions, job: Job) -> list[str]:
     known = job.keys()
-    if options.contenders is None:
+    if not options.contenders:
         return known
     unknown = [key for key in options.contenders if key not in known]
     if unknown:
@@ -298,8 +264,8 @@ def _draw(
 ) -> None:
     try:
         if options.plot is not None:
-            several = [size for size in options.gpus if size > options.ranks_per_node]
-            size = options.plot_gpus or min(several or [max(options.gpus)])
+            several = [size for size in options.world_sizes if size > options.ranks_per_node]
+            size = options.plot_gpus or min(several or [max(options.world_sizes)])
             place = place_at(size, options.ranks_per_node)
             title = f"one step of {job.name}, on {size:,} ranks, {_where(options)}"
             draw_timeline(title, _panels(options, job, cluster, given, place), options.plot, is_unvalidated)
@@ -307,9 +273,9 @@ def _draw(
             title = f"projection of {job.name}, {_where(options)}"
             draw_projection(title, points, options.plot_projection, is_unvalidated)
     except ImportError:
-        raise SimulationError("--plot needs matplotlib: pip install 'fsdp-ciera[plot]'") from None
+        raise MissingPackageError("--plot needs matplotlib: pip install 'fsdp-ciera[plot]'") from None
     except OSError as error:
-        raise SimulationError(f"--plot: {error.filename!r} cannot be written: {error.strerror}") from None
+        raise CieraFileError(f"--plot: {error.filename!r} cannot be written: {error.strerror}") from None
 
 
 def _panels(options: SimulateOptions, job: Job, cluster: Cluster, given: Assumptions, place: Place) -> list[Panel]:
@@ -326,12 +292,12 @@ def _panels(options: SimulateOptions, job: Job, cluster: Cluster, given: Assumpt
 def _link(option: str, text: str) -> Link:
     try:
         return parse_link(text)
-    except ValueError as error:
-        raise SimulationError(f"{option}: {error}") from None
+    except UnitError as error:
+        raise UnitError(f"{option}: {error}") from None
 
 
 def _write(option: str, path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise SimulationError(f"{option}: {str(path)!r} cannot be written: {error.strerror}") from None
+        raise CieraFileError(f"{option}: {str(path)!r} cannot be written: {error.strerror}") from None

@@ -16,16 +16,9 @@ from typing import Any
 
 from fsdp_ciera.bench.ablation import ablation_steps
 from fsdp_ciera.bench.contenders import ABLATION, CONTENDERS, FSDP2, KEEP, Contender, Kind
-from fsdp_ciera.bench.report import (
-    DEFAULT,
-    SLOWER_BAR_PERCENT,
-    ReportError,
-    Summary,
-    median_seconds,
-    setting_text,
-    summarize,
-)
+from fsdp_ciera.bench.report import DEFAULT, SLOWER_BAR_PERCENT, Summary, median_seconds, setting_text, summarize
 from fsdp_ciera.bench.results import Results
+from fsdp_ciera.errors import ReportError
 from fsdp_ciera.policies.links import parse_link
 
 _GROUPS = {Kind.STOCK: "stock FSDP2", Kind.PEER: "peers", Kind.OURS: "fsdp_ciera"}

@@ -10,9 +10,7 @@ Run it with `ciera demo`.
 from __future__ import annotations
 
 import json
-import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +18,24 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from fsdp_ciera import CieraPolicy
+from fsdp_ciera.cli.demo import DemoOptions
+from fsdp_ciera.cli.figures.demo import draw_bytes
+from fsdp_ciera.cli.progress import Progress
+from fsdp_ciera.policy import CieraPolicy
+from fsdp_ciera.processes import KEEP_MEMORY, is_rank
 from fsdp_ciera.recipes.config import Ciera, Data, Metrics, Model, Optimizer, Parallel, Recipe, Schedule, Train
 from fsdp_ciera.recipes.demo_model import DemoModel, prepare_demo_model, python_source_files
-from fsdp_ciera.recipes.figures import draw_bytes
-from fsdp_ciera.recipes.launch import KEEP_MEMORY, run_local_ranks
+from fsdp_ciera.recipes.launch import run_local_ranks
 from fsdp_ciera.recipes.train import TrainResult, train
+from fsdp_ciera.units import format_in, format_share
 
 _TEXT_BYTES = 400_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoOptions:
-    """What the command line can change."""
-
-    output: Path = Path("runs/demo")
-    ranks: int = 4
-    steps: int = 14
-    lr: float = 1e-5
-    seq_len: int = 128
-    codec: str = "exponent_block"
 
 
 def run_demo(options: DemoOptions) -> int:
     """Prepares, trains twice on `options.ranks` local ranks and reports. Returns 0, or 1 when a bit differs."""
     CieraPolicy(codecs=(options.codec,))  # an unknown name is said before anything is prepared
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if is_rank():
         return _run_rank(options)
     console = Console()
     console.print("preparing the model (SmolLM2-135M, upcycled to a Mixtral of 4 experts) ...")
@@ -116,7 +106,7 @@ def _run_rank(options: DemoOptions) -> int:
     for run in ("stock", "ciera"):
         if rank == 0:
             Console().rule("stock FSDP2" if run == "stock" else f"fsdp_ciera, {options.codec}")
-        results[run] = train(demo_recipe(options, run))
+        results[run] = train(demo_recipe(options, run), show=Progress)
     stock, ciera = results["stock"], results["ciera"]
     same: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(same, stock.final_parameters_digest == ciera.final_parameters_digest)
@@ -155,10 +145,12 @@ def _table(summary: dict[str, Any]) -> Table:
         for key, amount in sorted(breakdown.items(), key=lambda item: -item[1]["wire_bytes"]):
             raw, wire = amount["raw_bytes"], amount["wire_bytes"]
             ratio = f"{raw / wire:.2f}x" if raw and wire else ""
-            table.add_row(f"{label} {key}", f"{raw / 1e6:,.1f} MB", f"{wire / 1e6:,.1f} MB", ratio)
+            table.add_row(f"{label} {key}", f"{format_in(raw, 'MB')} MB", f"{format_in(wire, 'MB')} MB", ratio)
         table.add_section()
     raw, wire = summary["raw_bytes"], summary["wire_bytes"]
-    table.add_row("all gathers", f"{raw / 1e6:,.1f} MB", f"{wire / 1e6:,.1f} MB", f"{raw / wire:.2f}x", style="bold")
+    table.add_row(
+        "all gathers", f"{format_in(raw, 'MB')} MB", f"{format_in(wire, 'MB')} MB", f"{raw / wire:.2f}x", style="bold"
+    )
     warm = f"{summary['ratio_without_cold_gathers']:.2f}x"
     table.add_row("without the first gathers", "", "", warm, style="bold")
     table.add_section()
@@ -168,8 +160,8 @@ def _table(summary: dict[str, Any]) -> Table:
     medians = [sorted(summary["seconds"][run])[summary["steps"] // 2] for run in ("stock", "ciera")]
     table.add_row("seconds per step, median", *(f"{seconds:.2f}" for seconds in medians), "")
     if stats["num_blocks"]:  # only exponent_block has blocks
-        table.add_row("blocks whose exponents were reused", "", f"{100 * summary['reuse_rate']:.1f} %", "")
-    table.add_row("caches per rank", "0 MB", f"{summary['cache_bytes'] / 1e6:,.1f} MB", "")
+        table.add_row("blocks whose exponents were reused", "", format_share(summary["reuse_rate"]), "")
+    table.add_row("caches per rank", "0 MB", f"{format_in(summary['cache_bytes'], 'MB')} MB", "")
     return table
 
 

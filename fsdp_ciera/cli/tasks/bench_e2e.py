@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -16,8 +15,8 @@ from fsdp_ciera.bench.ablation import ablation_steps, ablation_table
 from fsdp_ciera.bench.compare import compare, comparison_table
 from fsdp_ciera.bench.contenders import chosen
 from fsdp_ciera.bench.job import prepare
-from fsdp_ciera.bench.netns import NetnsError, check_available
-from fsdp_ciera.bench.ranks import RankError
+from fsdp_ciera.bench.netns import check_available
+from fsdp_ciera.bench.options import RunOptions
 from fsdp_ciera.bench.report import (
     exit_code,
     print_report,
@@ -27,28 +26,19 @@ from fsdp_ciera.bench.report import (
     write_steps_csv,
 )
 from fsdp_ciera.bench.results import Results
-from fsdp_ciera.bench.run import RunOptions, measure
+from fsdp_ciera.bench.run import cluster_of, measure
+from fsdp_ciera.cli.bench_e2e import E2EOptions
+from fsdp_ciera.errors import NetnsError, RankError
 
 _LEAST_WIDTH = 120  # the tables'
 
 
-@dataclass(frozen=True, kw_only=True)
-class E2EOptions:
-    """What the command line says."""
-
-    run: RunOptions
-    contenders: list[str] | None
-    """Keys; `None`: all that can run on such hosts."""
-    output: Path
-    job: Path
-
-
 def run_e2e(options: E2EOptions) -> int:
     """Returns 0; 1 where bits differ that must not; 2, with one line on stderr, when nothing could be measured."""
-    run = options.run
+    run = options.settings
     try:
-        contenders = chosen(options.contenders)
-        run.cluster()  # a wrong rate or number of hosts is said before anything is prepared
+        contenders = chosen(options.contenders or None)
+        cluster_of(run)  # a wrong rate or number of hosts is said before anything is prepared
         if not run.loopback:
             check_available()
     except (ValueError, NetnsError) as error:
@@ -63,7 +53,7 @@ def run_e2e(options: E2EOptions) -> int:
             console.print(f"left out: {one.label}: {reason}", style="yellow", highlight=False)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, which accelerate imports, looks for one and warns
     console.print("preparing the model ...")
-    model = prepare(options.job)
+    model = prepare(options.job_folder or options.output / "job")
     console.print(f"{model.name}, {model.num_parameters / 1e6:.1f} M parameters", highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     try:
@@ -94,7 +84,7 @@ def report(results: Results, traces: dict[str, object], output: Path, console: C
     found = verdicts(results)
     print_verdicts(console, found)
     try:
-        from fsdp_ciera.bench.figures import draw_ablation, draw_iterations, draw_losses
+        from fsdp_ciera.cli.figures.bench_e2e import draw_ablation, draw_iterations, draw_losses
 
         draw_iterations(results, output / "iterations.png")
         if any(step.reason is None for step in ablation_steps(results)):
@@ -119,7 +109,7 @@ def run_compare(paths: Sequence[Path], plot: Path | None) -> int:
             console.print(comparison_table(found))
             agree = found.agrees
         if plot is not None:
-            from fsdp_ciera.bench.figures import draw_rates
+            from fsdp_ciera.cli.figures.bench_e2e import draw_rates
 
             draw_rates(runs, plot)
             console.print(f"see {plot}")

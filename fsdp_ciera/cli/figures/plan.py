@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fsdp_ciera.cli.figures.demo import CIERA_COLOR, STOCK_COLOR
 from fsdp_ciera.planning.forecast import Forecast
-from fsdp_ciera.recipes.figures import CIERA_COLOR, STOCK_COLOR
 
 
 def draw_plan(model: str, found: Forecast, path: Path) -> None:

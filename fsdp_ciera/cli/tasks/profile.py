@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,29 +13,19 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from fsdp_ciera.cli.figures.profile import draw_profile
+from fsdp_ciera.cli.profile import ProfileOptions
+from fsdp_ciera.cli.progress import Progress
 from fsdp_ciera.errors import RecipeError
 from fsdp_ciera.policies.rates import Rates
+from fsdp_ciera.processes import KEEP_MEMORY, is_rank
 from fsdp_ciera.profiling.profile import ALL, DERIVED_INTERVALS, Profile
 from fsdp_ciera.recipes.config import Recipe, load_recipe
-from fsdp_ciera.recipes.launch import KEEP_MEMORY, run_local_ranks
-from fsdp_ciera.recipes.profile_figures import draw_profile
+from fsdp_ciera.recipes.launch import run_local_ranks
+from fsdp_ciera.units import format_share
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileOptions:
-    """What the command line can say. See `fsdp_ciera.Profiler` for the first two."""
-
-    recipe: Path
-    overrides: tuple[str, ...] = ()
-    interval: int = 1
-    warmup_steps: int = 30
-    output: Path | None = None
-    """Left out: `<train.output>/profile`."""
-    table: str | None = None
-    """Left out: the name of the model's folder."""
 
 
 def run_profile(options: ProfileOptions) -> int:
@@ -51,7 +40,7 @@ def run_profile(options: ProfileOptions) -> int:
             f"train.steps: got {recipe.train.steps}, allowed: at least {first_measured + options.interval} to measure a step "
             f"after --warmup-steps {options.warmup_steps} with --interval {options.interval}"
         )
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if is_rank():
         profile_recipe(recipe, options)
         return 0
     from fsdp_ciera.recipes.data import find_files
@@ -72,7 +61,7 @@ def profile_recipe(recipe: Recipe, options: ProfileOptions) -> Profile:
         watched.append(_Watch(model, options))
         return watched[0]
 
-    train(recipe, observe=observe)
+    train(recipe, observe=observe, show=Progress)
     watch = watched[0]
     assert watch.profile is not None
     profile = replace(watch.profile, model=recipe.model.name or Path(recipe.model.folder).name)
@@ -195,13 +184,13 @@ def cost_of(profile: Profile) -> str:
     if profile.check_share is None or profile.check_seconds is None or profile.step_seconds is None:
         return "the cost of looking was not measured"
     derived = ", ".join(
-        f"{100 * share:.1f} % at {interval}"
+        f"{format_share(share)} at {interval}"
         for interval in DERIVED_INTERVALS
         if interval != profile.interval and (share := profile.derived_check_share(interval)) is not None
     )
     return (
         f"a look took {profile.check_seconds:.3f} s beside steps of {profile.step_seconds:.3f} s: "
-        f"{100 * profile.check_share:.1f} % of the iteration at interval {profile.interval} (derived: {derived})"
+        f"{format_share(profile.check_share)} of the iteration at interval {profile.interval} (derived: {derived})"
     )
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_ciera.recipes.figures import CIERA_COLOR, STOCK_COLOR
+from fsdp_ciera.cli.figures.demo import CIERA_COLOR, STOCK_COLOR
 from fsdp_ciera.simulator.engine import Schedule
 from fsdp_ciera.simulator.project import Point
-from fsdp_ciera.simulator.report import STAMP, seconds_text
+from fsdp_ciera.simulator.report import STAMP
+from fsdp_ciera.units import format_seconds
 
 KIND_COLORS = {
     "Compute": "#b8c4d0",
@@ -133,17 +134,17 @@ def _draw_panel(axes: Any, panel: Panel, lanes: Sequence[str], longest: float) -
     axes.spines[["top", "right"]].set_visible(False)
     axes.axvline(schedule.seconds, color="black", linewidth=0.8, linestyle="--")
     axes.text(
-        schedule.seconds + longest / 150, (len(lanes) - 1) / 2, _time_text(schedule.seconds), va="center", fontsize=10
+        schedule.seconds + longest / 150,
+        (len(lanes) - 1) / 2,
+        format_seconds(schedule.seconds),
+        va="center",
+        fontsize=10,
     )
     axes.set_title(panel.title, fontsize=10, loc="left")
 
 
 def _unit(longest: float) -> tuple[str, float]:
     return ("seconds", 1.0) if longest >= 2 else ("milliseconds", 1e3)
-
-
-def _time_text(seconds: float) -> str:
-    return f"{seconds_text(seconds)} s" if seconds >= 1 else f"{seconds_text(1e3 * seconds)} ms"
 
 
 def _finish(figure: Any, path: Path, is_unvalidated: bool) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,9 @@ from rich.table import Table as RichTable
 from torch import nn
 
 from fsdp_ciera.backends import backend_of
-from fsdp_ciera.errors import CieraPolicyError
+from fsdp_ciera.cli.figures.plan import draw_plan
+from fsdp_ciera.cli.plan import PlanOptions
+from fsdp_ciera.errors import CieraFileError, MissingPackageError, UnitError
 from fsdp_ciera.planning.forecast import Cluster, Contender, Forecast, forecast
 from fsdp_ciera.planning.measure import measure_costs
 from fsdp_ciera.policies.costs import CodecCost
@@ -25,47 +26,23 @@ from fsdp_ciera.policies.links import Link, parse_link
 from fsdp_ciera.policies.machines import MACHINES
 from fsdp_ciera.policies.tables import load_table, table_for_model
 from fsdp_ciera.policy import CieraPolicy
-from fsdp_ciera.recipes.plan_figure import draw_plan
+from fsdp_ciera.units import format_in
 
 THIS_MACHINE = "this-machine"
 _WIDTH = 120
 """Of tables that go to a file or pipe."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """What the command line says."""
-
-    model: str
-    world_size: int
-    ranks_per_node: int
-    between_nodes: str
-    in_node: str
-    lr: float
-    budget: str
-    micro_batches: int = 1
-    codecs: tuple[str, ...] | None = None
-    """`None`: those of the default policy."""
-    paper: bool = False
-    """Plan as published: one codec, greedy."""
-    topology: str = "auto"
-    costs: str = "a100"
-    table: str | None = None
-    reduce_dtype: str = "float32"
-    json_path: str | None = None
-    """`"-"`: to stdout, and no tables."""
-    plot: Path | None = None
-
-
 def run_plan(options: PlanOptions) -> int:
-    """Plans and shows; returns the exit code 0. Raises `CieraPolicyError` for what is not allowed."""
+    """Plans and shows; returns the exit code 0. Raises `CieraPolicyError`, `CieraFileError`, `UnitError` or
+    `MissingPackageError` for what is not allowed or not there."""
     changes: dict[str, Any] = {
         "cache_budget": None if options.budget == "none" else options.budget,
         "learning_rate": options.lr,
         "micro_batches": options.micro_batches,
         "topology": options.topology,
     }
-    if options.codecs is not None:
+    if options.codecs:
         changes["codecs"] = options.codecs
     policy = CieraPolicy.paper(**changes) if options.paper else CieraPolicy(**changes)
     cluster = Cluster(
@@ -95,21 +72,21 @@ def run_plan(options: PlanOptions) -> int:
             try:
                 Path(options.json_path).write_text(text)
             except OSError as error:
-                raise CieraPolicyError(f"--json: {options.json_path!r} cannot be written: {error.strerror}") from None
+                raise CieraFileError(f"--json: {options.json_path!r} cannot be written: {error.strerror}") from None
     if options.plot is not None:
         try:
             draw_plan(options.model, found, options.plot)
         except ImportError:
-            raise CieraPolicyError("--plot needs matplotlib: pip install 'fsdp-ciera[plot]'") from None
+            raise MissingPackageError("--plot needs matplotlib: pip install 'fsdp-ciera[plot]'") from None
         except OSError as error:
-            raise CieraPolicyError(f"--plot: {str(options.plot)!r} cannot be written: {error.strerror}") from None
+            raise CieraFileError(f"--plot: {str(options.plot)!r} cannot be written: {error.strerror}") from None
     return 0
 
 
 def meta_model(name: str) -> nn.Module:
     """A causal LM on "meta": one of the paper's models by name, or what the config.json of a folder describes.
 
-    Raises `CieraPolicyError` where there is neither, or transformers is missing.
+    Raises `CieraFileError` where there is neither, `MissingPackageError` without transformers.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -117,28 +94,28 @@ def meta_model(name: str) -> nn.Module:
         from fsdp_ciera.recipes.build import prepare_transformers
         from fsdp_ciera.recipes.models import MODELS
     except ImportError:
-        raise CieraPolicyError("`ciera plan` needs transformers: pip install 'fsdp-ciera[recipes]'") from None
+        raise MissingPackageError("`ciera plan` needs transformers: pip install 'fsdp-ciera[recipes]'") from None
     prepare_transformers()
     with torch.device("meta"):
         if name in MODELS:
             made: nn.Module = MODELS[name].model_class()(MODELS[name].config())
             return made
         if not (Path(name) / "config.json").is_file():
-            raise CieraPolicyError(
+            raise CieraFileError(
                 f"model {name!r} is neither a folder with a config.json nor one of {', '.join(sorted(MODELS))}"
             )
         try:
             made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name, local_files_only=True))
         except (OSError, ValueError) as error:
-            raise CieraPolicyError(f"model {name!r} cannot be read: {str(error).partition(chr(10))[0]}") from None
+            raise CieraFileError(f"model {name!r} cannot be read: {str(error).partition(chr(10))[0]}") from None
         return made
 
 
 def _link(option: str, text: str) -> Link:
     try:
         return parse_link(text)
-    except ValueError as error:
-        raise CieraPolicyError(f"{option}: {error}") from None
+    except UnitError as error:
+        raise UnitError(f"{option}: {error}") from None
 
 
 def codec_costs(name: str, policy: CieraPolicy) -> tuple[Mapping[str, CodecCost], str]:
@@ -156,12 +133,12 @@ def codec_costs(name: str, policy: CieraPolicy) -> tuple[Mapping[str, CodecCost]
         costs = {codec: CodecCost.from_json(values) for codec, values in content.items()}
     except OSError:
         allowed = ", ".join([*MACHINES, THIS_MACHINE])
-        raise CieraPolicyError(f"--costs: got {name!r}, allowed: {allowed}, or the path of a JSON file") from None
+        raise CieraFileError(f"--costs: got {name!r}, allowed: {allowed}, or the path of a JSON file") from None
     except (ValueError, TypeError, AttributeError) as error:
-        raise CieraPolicyError(f"--costs: {name!r} does not hold codec costs: {error!r}") from None
+        raise CieraFileError(f"--costs: {name!r} does not hold codec costs: {error!r}") from None
     missing = [codec for codec in policy.codecs if codec != "raw" and codec not in costs]
     if missing:
-        raise CieraPolicyError(f"--costs: {name!r} says nothing of {missing[0]!r}")
+        raise CieraFileError(f"--costs: {name!r} says nothing of {missing[0]!r}")
     return costs, f"codec costs: {name}"
 
 
@@ -208,11 +185,11 @@ def _contenders(found: Forecast) -> RichTable:
     for one in found.contenders:
         made.add_row(
             one.name,
-            f"{one.gather_bytes / 1e9:,.2f}",
-            f"{one.slow_bytes / 1e9:,.2f}",
+            format_in(one.gather_bytes, "GB", 2),
+            format_in(one.slow_bytes, "GB", 2),
             f"{one.gather_seconds:,.3f}",
-            f"{one.reduce_bytes / 1e9:,.2f}",
-            f"{one.extra_memory_bytes / 2**30:,.2f}",
+            format_in(one.reduce_bytes, "GB", 2),
+            format_in(one.extra_memory_bytes, "GiB", 2),
             one.source,
             style="bold" if one is found.contenders[-1] else None,
         )

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from fsdp_ciera.bench.gather_cells import Cell
 from fsdp_ciera.bench.gather_rank import ONE_UNIT_SHARE, Job
-from fsdp_ciera.bench.gather_report import size_text, speed_text, write_report
+from fsdp_ciera.bench.gather_report import write_report
 from fsdp_ciera.bench.local import LocalCluster
 from fsdp_ciera.bench.machine import num_cores
-from fsdp_ciera.bench.netns import MAX_HOSTS, Cluster, NetnsError, bits_per_second, burst_bytes
-from fsdp_ciera.bench.ranks import Hosts, RankError, Run
+from fsdp_ciera.bench.netns import MAX_HOSTS, Cluster, burst_bytes
+from fsdp_ciera.bench.ranks import Hosts, Run
+from fsdp_ciera.cli.bench_gather import GatherOptions
 from fsdp_ciera.codecs import CODECS
+from fsdp_ciera.errors import GatherError, NetnsError, RankError
+from fsdp_ciera.policies.links import Link
+from fsdp_ciera.units import format_bytes, format_host_rate, parse_rate
 
 SMALLEST_BYTES, LARGEST_BYTES = 2**10, 2**34
 _TABLE_WIDTH = 120
@@ -39,88 +42,59 @@ _PLAIN_BYTES_PER_SECOND, _CODEC_BYTES_PER_SECOND = 5e8, 2.5e8
 """Of one core, for the estimate alone: gathered bytes of all ranks that it moves, and that it encodes or decodes."""
 
 
-class GatherError(ValueError):
-    """An option of `ciera bench gather` is not allowed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatherOptions:
-    """What the command line says. Raises `GatherError` for what is not allowed."""
-
-    hosts: int
-    ranks_per_host: int
-    rates: tuple[str | None, ...]
-    """What each host may send, one run for each; `None`: no limit."""
-    loopback: bool
-    sizes_bytes: tuple[int, ...]
-    """Gathered totals in bf16."""
-    changed_percents: tuple[float, ...]
-    codecs: tuple[str, ...]
-    repeats: int | None
-    """Timed gathers of each contender in a cell; `None`: the fewer, the larger the size."""
-    output: Path
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.hosts <= MAX_HOSTS or self.ranks_per_host < 1 or self.num_ranks < 2:
-            raise GatherError(
-                f"--hosts {self.hosts} --ranks-per-host {self.ranks_per_host}: a gather needs at least 2 ranks on 1 to "
-                f"{MAX_HOSTS} hosts"
-            )
-        for rate in self.rates:
-            if rate is not None:
-                try:
-                    bits_per_second(rate)
-                except ValueError as error:
-                    raise GatherError(f"--rate: {error}, or none") from None
-                if self.loopback:
-                    raise GatherError(f"--loopback has no links to limit, so --rate {rate} must be left out")
-        for size in self.sizes_bytes:
-            if not SMALLEST_BYTES <= size <= LARGEST_BYTES:
-                raise GatherError(
-                    f"--sizes: {size} bytes must be from {size_text(SMALLEST_BYTES)} to {size_text(LARGEST_BYTES)}"
-                )
-        for percent in self.changed_percents:
-            if not 0 <= percent <= 100:
-                raise GatherError(f"--changes: {percent:g} must be from 0 to 100 percent of values")
-        for codec in self.codecs:
-            if codec not in CODECS:
-                raise GatherError(f"--codecs: {codec!r} is not one of {', '.join(CODECS)}")
-        for name, values in (
-            ("--rate", self.rates),
-            ("--sizes", self.sizes_bytes),
-            ("--changes", self.changed_percents),
-            ("--codecs", self.codecs),
-        ):
-            if not values or len(set(values)) != len(values):
-                raise GatherError(f"{name}: {values} must be at least one value, each once")
-        if self.repeats is not None and self.repeats < 1:
-            raise GatherError(f"--repeats {self.repeats} must be at least 1")
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks that share the parameter."""
-        return self.hosts * self.ranks_per_host
-
-    def repeats_of(self, size_bytes: int) -> int:
-        """Timed gathers of each contender in a cell of this size."""
-        if self.repeats is not None:
-            return self.repeats
-        return 9 if size_bytes <= 4 * 2**20 else 5 if size_bytes <= 16 * 2**20 else 3
-
-    def job(self, rate: str | None) -> Job:
-        """What the ranks do at this link speed."""
-        return Job(
-            sizes_bytes=self.sizes_bytes,
-            repeats=tuple(map(self.repeats_of, self.sizes_bytes)),
-            changed_percents=self.changed_percents,
-            codecs=self.codecs,
-            drain_bytes=0 if rate is None else burst_bytes(bits_per_second(rate)),
+def check(options: GatherOptions) -> None:
+    """Raises `GatherError` for what is not allowed."""
+    if not 1 <= options.hosts <= MAX_HOSTS or options.ranks_per_host < 1 or options.num_ranks < 2:
+        raise GatherError(
+            f"--hosts {options.hosts} --ranks-per-host {options.ranks_per_host}: a gather needs at least 2 ranks on 1 to "
+            f"{MAX_HOSTS} hosts"
         )
+    for rate in options.rates:
+        if rate is not None:
+            try:
+                parse_rate(rate)
+            except ValueError as error:
+                raise GatherError(f"--rate: {error}, or none") from None
+            if options.loopback:
+                raise GatherError(f"--loopback has no links to limit, so --rate {rate} must be left out")
+    for size in options.sizes_bytes:
+        if not SMALLEST_BYTES <= size <= LARGEST_BYTES:
+            raise GatherError(
+                f"--sizes: {size} bytes must be from {format_bytes(SMALLEST_BYTES)} to {format_bytes(LARGEST_BYTES)}"
+            )
+    for percent in options.changes:
+        if not 0 <= percent <= 100:
+            raise GatherError(f"--changes: {percent:g} must be from 0 to 100 percent of values")
+    for codec in options.codecs:
+        if codec not in CODECS:
+            raise GatherError(f"--codecs: {codec!r} is not one of {', '.join(CODECS)}")
+    for name, values in (
+        ("--rate", options.rates),
+        ("--sizes", options.sizes_bytes),
+        ("--changes", options.changes),
+        ("--codecs", options.codecs),
+    ):
+        if not values or len(set(values)) != len(values):
+            raise GatherError(f"{name}: {values} must be at least one value, each once")
+    if options.repeats is not None and options.repeats < 1:
+        raise GatherError(f"--repeats {options.repeats} must be at least 1")
+
+
+def job_of(options: GatherOptions, rate: str | None) -> Job:
+    """What the ranks do at this link speed."""
+    return Job(
+        sizes_bytes=options.sizes_bytes,
+        repeats=tuple(map(options.repeats_of, options.sizes_bytes)),
+        changed_percents=options.changes,
+        codecs=options.codecs,
+        drain_bytes=0 if rate is None else burst_bytes(parse_rate(rate)),
+    )
 
 
 def run_gather(options: GatherOptions) -> int:
     """Measures and reports. Returns the exit code: 1 when a gather differed from the plain one or a rank failed, 2 when
-    network namespaces are not to be had; said in one line on stderr."""
+    network namespaces are not to be had; said in one line on stderr. Raises `GatherError` for options that are not allowed."""
+    check(options)
     console = Console()
     if not console.is_terminal:
         console = Console(width=_TABLE_WIDTH)
@@ -135,13 +109,24 @@ def run_gather(options: GatherOptions) -> int:
         print(f"ciera: {error}", file=sys.stderr)
         return 1
     try:
-        write_report(cells, setting_of(options), options.output, console)
+        setting = setting_of(options)
+        write_report(cells, setting, options.output, console)
+        written = ["gathers.csv", "gathers.json"]
+        try:
+            from fsdp_ciera.cli.figures.bench_gather import draw
+
+            draw(cells, setting, options.output / "gathers.png")
+            written.append("gathers.png")
+        except ImportError:
+            console.print("no picture: it needs matplotlib (pip install 'fsdp-ciera[plot]')", markup=False)
+        text = f"written to {options.output}: {', '.join(written)}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     except OSError as error:
         print(f"ciera: --out: {str(options.output)!r} cannot be written: {error.strerror}", file=sys.stderr)
         return 2
     wrong = [cell for cell in cells if not cell.is_equal]
     for cell in wrong:
-        where = f"{size_text(cell.size_bytes)}, {cell.changed_percent:g} % changed, {speed_text(cell.rate)}"
+        where = f"{format_bytes(cell.size_bytes)}, {cell.changed_percent:g} % changed, {format_host_rate(cell.rate)}"
         print(f"ciera: {cell.codec} gave other bits than the plain gather: {where}", file=sys.stderr)
     return 1 if wrong else 0
 
@@ -154,19 +139,19 @@ def measure(options: GatherOptions, console: Console) -> list[Cell]:
         total = sum(estimated_seconds(options, rate) for rate in options.rates)
         task = progress.add_task("", total=total)
         for rate in options.rates:
-            progress.update(task, description=f"{speed_text(rate)}: starting {options.num_ranks} ranks")
+            progress.update(task, description=f"{format_host_rate(rate)}: starting {options.num_ranks} ranks")
 
             def note(done: int, rate: str | None = rate) -> None:
                 place = done // len(options.codecs)
-                size = options.sizes_bytes[min(place // len(options.changed_percents), len(options.sizes_bytes) - 1)]
-                percent = options.changed_percents[place % len(options.changed_percents)]
+                size = options.sizes_bytes[min(place // len(options.changes), len(options.sizes_bytes) - 1)]
+                percent = options.changes[place % len(options.changes)]
                 spent = sum(
-                    _cell_seconds(options, rate, options.sizes_bytes[i // len(options.changed_percents)],
-                                  options.changed_percents[i % len(options.changed_percents)])
+                    _cell_seconds(options, rate, options.sizes_bytes[i // len(options.changes)],
+                                  options.changes[i % len(options.changes)])
                     for i in range(place)
                 )  # fmt: skip
                 earlier = sum(estimated_seconds(options, r) for r in options.rates[: options.rates.index(rate)])
-                text = f"{speed_text(rate)}: {size_text(size)}, {percent:g} % changed"
+                text = f"{format_host_rate(rate)}: {format_bytes(size)}, {percent:g} % changed"
                 progress.update(task, description=text, completed=earlier + _START_SECONDS + spent)
 
             with _hosts(options, rate) as hosts:
@@ -180,10 +165,10 @@ def _hosts(options: GatherOptions, rate: str | None) -> Hosts:
 
 
 def _measure_at(hosts: Hosts, options: GatherOptions, rate: str | None, note: Callable[[int], None]) -> list[Cell]:
-    num_outcomes = len(options.sizes_bytes) * len(options.changed_percents) * len(options.codecs)
+    num_outcomes = len(options.sizes_bytes) * len(options.changes) * len(options.codecs)
     with tempfile.TemporaryDirectory(prefix="ciera-gather-") as folder:
         path = Path(folder) / "outcomes"
-        argv = [sys.executable, "-m", "fsdp_ciera.bench.gather_rank", options.job(rate).to_json(), str(path)]
+        argv = [sys.executable, "-m", "fsdp_ciera.bench.gather_rank", job_of(options, rate).to_json(), str(path)]
         run = hosts.start(argv, ranks_per_host=options.ranks_per_host)
         lines = _await_lines(path, num_outcomes, run, note)
         run.wait(60)
@@ -228,19 +213,20 @@ def setting_of(options: GatherOptions) -> dict[str, Any]:
 
 def estimated_seconds(options: GatherOptions, rate: str | None) -> float:
     """About how long all cells at one link speed take, from formulas and rough speeds of a core."""
-    cells = [(size, percent) for size in options.sizes_bytes for percent in options.changed_percents]
+    cells = [(size, percent) for size in options.sizes_bytes for percent in options.changes]
     return _START_SECONDS + sum(_cell_seconds(options, rate, size, percent) for size, percent in cells)
 
 
 def _cell_seconds(options: GatherOptions, rate: str | None, size_bytes: int, changed_percent: float) -> float:
     # The first gather of each codec, with the caches still empty, is spread over the cells of a size.
-    rounds = options.repeats_of(size_bytes) + 1 / len(options.changed_percents)
+    rounds = options.repeats_of(size_bytes) + 1 / len(options.changes)
     shares = [1.0, *(_expected_share(codec, changed_percent / 100) for codec in options.codecs)]
     link_seconds = 0.0
     if rate is not None:
-        sent_bytes = size_bytes * (options.num_ranks - 1) / options.num_ranks
-        burst_seconds = 8 * 2 * burst_bytes(bits_per_second(rate)) / bits_per_second(rate)
-        link_seconds = 8 * sent_bytes * sum(shares) / bits_per_second(rate) + burst_seconds * len(shares)
+        link = Link(0.0, parse_rate(rate) / 8)
+        shard_bytes = size_bytes / options.num_ranks
+        burst_seconds = 2 * burst_bytes(parse_rate(rate)) / link.bytes_per_second
+        link_seconds = sum(link.seconds(share * shard_bytes, options.num_ranks) + burst_seconds for share in shares)
     all_bytes = size_bytes * options.num_ranks / num_cores()
     core_seconds = all_bytes * (len(shares) / _PLAIN_BYTES_PER_SECOND + len(options.codecs) / _CODEC_BYTES_PER_SECOND)
     return rounds * (link_seconds + core_seconds + 0.01 * len(shares))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_ciera.bench.gather_cells import Cell
-from fsdp_ciera.bench.gather_report import size_text, speed_text
+from fsdp_ciera.units import format_bytes, format_host_rate
 
 _MOST_RATIO = 16.0
 """Colours go no further; numbers do."""
@@ -40,7 +40,7 @@ def draw(cells: Sequence[Cell], setting: Mapping[str, Any], path: Path) -> None:
             image = _draw_panel(axes, chosen, sizes, percents, norm)
             if rate == rates[0]:
                 axes.set_title(codec, fontsize=11)
-        row[0].set_ylabel(f"{speed_text(rate)}\n% of values changed", fontsize=9)
+        row[0].set_ylabel(f"{format_host_rate(rate)}\n% of values changed", fontsize=9)
     bar = figure.colorbar(image, ax=panels, shrink=0.8, pad=0.01)
     ticks = range(-math.floor(most), math.floor(most) + 1)
     bar.set_ticks(list(ticks), labels=[f"{2**tick}x" if tick >= 0 else f"1/{2**-tick}x" for tick in ticks])
@@ -72,7 +72,7 @@ def _draw_panel(
             box = {"facecolor": image.to_rgba(math.log2(ratio)), "edgecolor": "none", "pad": 1.0}
             axes.text(column, row, text, ha="center", va="center", fontsize=8, color="white" if is_dark else "black",
                       bbox=box)  # fmt: skip
-    axes.set_xticks(range(len(sizes)), [size_text(size) for size in sizes], rotation=45, ha="right", fontsize=8)
+    axes.set_xticks(range(len(sizes)), [format_bytes(size) for size in sizes], rotation=45, ha="right", fontsize=8)
     axes.set_yticks(range(len(percents)), [f"{percent:g}" for percent in percents], fontsize=8)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
