@@ -18,6 +18,7 @@ from fsdp_ciera import session as session_module
 from fsdp_ciera.backends import PlainBackend, backend_of
 from fsdp_ciera.backends.cuda import CudaBackend
 from fsdp_ciera.codecs import CODECS
+from fsdp_ciera.errors import CieraKernelError
 from fsdp_ciera.kernels import cuda, launch, reference_tiles
 from fsdp_ciera.planning import conditions, measure
 from fsdp_ciera.testing import run_ranks
@@ -39,7 +40,7 @@ def run(model: nn.Module, num_steps: int = 3) -> None:
         model(torch.ones(2, 64).bfloat16()).float().square().mean().backward()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.to_local().mul_(1 + 1e-3)
+                parameter.to_local().mul_(1 + 1e-3)  # type: ignore[attr-defined]
 
 
 # The budget of caches on a GPU is a share of the GPU's memory
@@ -54,13 +55,13 @@ def test_free_memory_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> N
 def asked_devices(rank: int, world_size: int) -> list[str]:
     backend = use_backend("tiles")
     asked = []
-    real = conditions.free_memory_bytes
+    real = measure.free_memory_bytes
 
     def free(device: torch.device) -> int:
         asked.append(device)
         return real(device)
 
-    conditions.free_memory_bytes = free
+    conditions.__dict__["free_memory_bytes"] = free
     run(layers(CieraPolicy(codecs=("value_delta",))), 1)
     assert asked and all(device == backend.device for device in asked)
     return [str(device) for device in asked]
@@ -165,7 +166,7 @@ def test_kernels_are_loaded_with_the_backend(monkeypatch: pytest.MonkeyPatch) ->
     assert loaded == [GPU] and isinstance(backend, CudaBackend) and backend._kernels is cuda
 
     def fail(device: torch.device) -> None:
-        raise launch.CieraKernelError("the PTX does not load")
+        raise CieraKernelError("the PTX does not load")
 
     monkeypatch.setattr(launch, "kernel_module", fail)
     plain = backend_of(GPU)
@@ -176,7 +177,7 @@ def test_kernels_are_loaded_with_the_backend(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def warnings_of_layers(rank: int, world_size: int) -> tuple[list[str], list[str]]:
-    session_module.backend_of = lambda device: PlainBackend(device, "the driver is too old")
+    session_module.__dict__["backend_of"] = lambda device: PlainBackend(device, "the driver is too old")
     torch.manual_seed(0)
     model = layers(CieraPolicy(codecs=("value_delta",)))
     with warnings.catch_warnings(record=True) as caught:
@@ -201,7 +202,7 @@ def invalidated(rank: int, world_size: int) -> tuple[int, int, int]:
     before = stats(model).gathers_by_phase.get("cold/forward", 0)
     if rank == 0:
         invalidate(model)
-    for layer in model:
+    for layer in model.children():
         layer.reshard()  # type: ignore[operator]
     model(torch.ones(2, 64).bfloat16())
     after = stats(model).gathers_by_phase.get("cold/forward", 0)

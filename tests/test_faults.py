@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import backends_under_test
@@ -46,7 +46,8 @@ class Tower(nn.Module):
         self.body = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, has_images: bool = True) -> torch.Tensor:
-        return self.body(self.tower(x) if has_images else x)
+        out: torch.Tensor = self.body(self.tower(x) if has_images else x)
+        return out
 
 
 def build_tower(shard: ShardFunction) -> nn.Module:
@@ -147,7 +148,8 @@ class Towers(nn.Module):
         if has_images:
             x = self.tower(x)
         dist.all_reduce(torch.ones(1))
-        return self.llm(x)
+        out: torch.Tensor = self.llm(x)
+        return out
 
 
 def towers(rank: int, world_size: int, policy: CieraPolicy, keeps_root: bool) -> None:
@@ -244,6 +246,16 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Then torch fills what `empty` gives."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 AMBIENT: dict[str, Callable[[], Any]] = {
     "float64": lambda: default_dtype(torch.float64),
     "bfloat16": lambda: default_dtype(torch.bfloat16),
@@ -251,18 +263,8 @@ AMBIENT: dict[str, Callable[[], Any]] = {
     "inference mode": torch.inference_mode,
     "no grad": torch.no_grad,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "deterministic": lambda: _deterministic(),
+    "deterministic": deterministic,
 }
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    """Then torch fills what `empty` gives."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def under(rank: int, world_size: int, ambient: str, policy: CieraPolicy, backend: str) -> None:
@@ -355,7 +357,9 @@ class OwnInput(torch.Tensor):
         return OwnInput(tensors["data_"], kind)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kinds = []
 
         def unwrap(value: OwnInput) -> torch.Tensor:
@@ -423,8 +427,8 @@ def with_own_inputs(rank: int, world_size: int, kind: str) -> CieraStats:
     return report
 
 
-def _with(policy: CieraPolicy) -> Callable[..., FSDPModule]:
-    def shard(module: nn.Module, **kwargs: Any) -> FSDPModule:
+def _with(policy: CieraPolicy) -> ShardFunction:
+    def shard(module: nn.Module, **kwargs: Any) -> Any:
         return fully_shard(module, ciera_policy=policy, **kwargs)
 
     return shard
@@ -442,12 +446,12 @@ def test_parameters_that_make_their_own_inputs(kind: str) -> None:
 # ---- stores and process groups that can do less
 
 
-class _Store(dist.Store):
+class _Store(torch._C._distributed_c10d.Store):
     """A store that only keeps values."""
 
 
 def with_a_poor_store(rank: int, world_size: int) -> list[str]:
-    presence.default_store = _Store  # type: ignore[assignment]
+    presence.__dict__["default_store"] = _Store
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_sends_less(compare_with_stock(build_tower, train, VALUE_DELTA))
@@ -462,7 +466,7 @@ class ListsNoDevice(dist.ProcessGroup):
     """A process group in Python that hands on to another: it lists no device."""
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
-        super().__init__(inner.rank(), inner.size())
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner = inner
 
     def getBackendName(self) -> str:

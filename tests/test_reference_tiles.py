@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import doctest
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -473,7 +474,8 @@ def test_damage_is_noticed_and_parts_are_decoded_as_a_whole_or_not_at_all(kind: 
     unit = DAMAGED_UNITS[kind]
     payloads, damages = sent_payloads(unit, layout_of(unit, kind), own=0), Damages(unit, kind, 2)
     of_values = kind in ("values", "symbols")
-    state = {"values": unit.state, "symbols": torch.clone}.get(kind, unit.exponents)
+    states: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"values": unit.state, "symbols": torch.clone}
+    state = states.get(kind, unit.exponents)
     before, after = (torch.stack([words_of(state(shard)) for shard in shards]) for shards in (unit.last, unit.fresh))
     if not of_values:
         before, after = before[1:], after[1:]

@@ -10,6 +10,7 @@ from fsdp_ciera.backends.base import Backend
 from fsdp_ciera.backends.cpu import CpuBackend
 from fsdp_ciera.backends.cuda import CudaBackend
 from fsdp_ciera.backends.plain import PlainBackend
+from fsdp_ciera.errors import CieraKernelError
 from fsdp_ciera.kernels import cuda, launch, reference_tiles
 from fsdp_ciera.kernels.dispatch import VARIABLE, chosen_for
 
@@ -39,6 +40,6 @@ def _why_not_loaded(device: torch.device) -> str | None:
     if reason is None:
         try:
             launch.kernel_module(device)
-        except launch.CieraKernelError as error:
+        except CieraKernelError as error:
             return str(error)
     return reason

@@ -22,8 +22,8 @@ Named = Sequence[tuple[str, torch.Tensor]]
 class ShardFunction(Protocol):
     """`fully_shard`, of torch or of fsdp_ciera with the policy already given."""
 
-    def __call__(self, module: nn.Module, **kwargs: object) -> FSDPModule:
-        """Shards a module, with the arguments of torch's `fully_shard`."""
+    def __call__(self, module: nn.Module, **kwargs: Any) -> nn.Module:
+        """Shards a module, with the arguments of torch's `fully_shard` -> the module, which is now an `FSDPModule` too."""
 
 
 def compare_with_stock(
