@@ -7,13 +7,26 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
-.PHONY: demo test bench lint typecheck install interface-bytes ptx host clean
+.PHONY: demo test test-all interpreter bench lint typecheck install interface-bytes ptx host clean
 
 demo: $(STAMP)
 	$(BIN)/ciera demo $(DEMO_ARGS)
 
+# What CI runs: a cover of the combinations, and the interpreter's lane only where kernels changed.
 test: $(STAMP) lint typecheck
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/kernels tests/recipes tests/gpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/ranks $(PYTEST_ARGS)
+
+# All combinations, and everything about kernels. Hours on two cores.
+test-all: $(STAMP) lint typecheck interpreter
+	$(BIN)/python -m pytest --everything tests/unit tests/kernels tests/recipes tests/gpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --everything tests/ranks $(PYTEST_ARGS)
+
+# The kernels in the PTX interpreter and compiled for the CPU. When all has passed, `make test` leaves it out until something
+# that it depends on changes: commit tests/kernels/passed.digest.
+interpreter: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/kernels/test_,emulator.py emulator_fuzz.py kernels_ptx.py kernels_shim.py)
+	$(BIN)/python tests/helpers/kernel_digest.py --write
 
 install: $(STAMP)
 

@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +36,7 @@ from kernel_cases import (
     some_values,
     words_of,
 )
+from places import python_path
 
 KERNELS = re.findall(r"\.entry\s+(\w+)", PTX_FILE.read_text())
 PATTERNS = (0xCD, 0x32)
@@ -426,10 +426,8 @@ def test_compute_sanitizer(tool: str) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer (of the CUDA toolkit) is not on PATH")
-    here = Path(__file__).parent
-    paths = [str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     # without torch's caching allocator each buffer is an allocation, whose bounds the sanitizer knows
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    env = {**os.environ, "PYTHONPATH": python_path(), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     call = "import test_kernels_on_gpu; test_kernels_on_gpu.run_quick_cases()"
     command = [sanitizer, "--tool", tool, "--error-exitcode", "42", sys.executable, "-c", call]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200, check=False)

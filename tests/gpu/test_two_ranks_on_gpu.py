@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_ciera import CieraPolicy, CieraStats, settle_sizes, stats
+from places import python_path
 from tiny_moe import BY_BYTES, PAPERS_CODEC, Case, Training, bits, local_part
 
 WORLD_SIZE = 2
@@ -125,8 +126,7 @@ def run_two_ranks(backend: str, device_type: str, folder: Path) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    paths = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    env = {**os.environ, "PYTHONPATH": python_path()}
     logs = [folder / f"rank-{rank}.log" for rank in range(WORLD_SIZE)]
     processes = []
     for rank, log in enumerate(logs):

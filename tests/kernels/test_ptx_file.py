@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from fsdp_ciera.kernels.launch import PTX_FILE, KernelModule
+from places import BENCHMARKS, ROOT
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.insert(0, str(BENCHMARKS))
 
 from ptx_registers import ARCHITECTURES, PtxasError, Usage, assemble, table_of, with_table
 
-ROOT = Path(__file__).resolve().parents[1]
 NVCC = shutil.which("nvcc")
 RELEASE = "release 13.0"
 MOST_REGISTERS = 40  # then an SM has six CTAs at once

@@ -22,8 +22,9 @@ from fsdp_ciera.kernels.changes import Form
 from fsdp_ciera.kernels.dispatch import VARIABLE
 from fsdp_ciera.kernels.formats import FORMATS, packed_bytes
 from fsdp_ciera.kernels.tiles import make_tiles
+from places import BENCHMARKS
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "kernels.py"
+SCRIPT = BENCHMARKS / "kernels.py"
 NAMES = ["hash", "checksum", "split", "merge", "scan", "find 1.2 %", "apply 1.2 %", "find 8 %", "apply 8 %"]
 needs_host_build = pytest.mark.skipif(bool(host.WHY_NOT), reason=host.WHY_NOT)
 

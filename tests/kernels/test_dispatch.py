@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from changes_of_values import FORMS, NAMES, changed
 from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.errors import CieraPolicyError
 from fsdp_ciera.gather.layout import build_layout
@@ -17,7 +18,6 @@ from fsdp_ciera.kernels.dispatch import VARIABLE, chosen_for, kernels_of
 from fsdp_ciera.kernels.formats import FORMATS
 from fsdp_ciera.kernels.reference import CHUNK_VALUES
 from loops import make_loop
-from test_codecs import FORMS, NAMES, changed
 
 needs_build = pytest.mark.skipif(bool(host.WHY_NOT), reason=f"no host build: {host.WHY_NOT}")
 VALUES = torch.zeros(3)

@@ -1,6 +1,6 @@
 """Golden gathers: shards made of integers alone, changed as an optimizer step might change them, gathered by every codec.
 
-`python tests/golden_gathers.py --write` freezes what is sent and decoded; test_golden.py compares. No value comes from
+`python tests/helpers/golden_gathers.py --write` freezes what is sent and decoded; test_golden.py compares. No value comes from
 floating-point arithmetic, so the digests are the same on every machine.
 """
 

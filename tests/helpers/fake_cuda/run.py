@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-TESTS = Path(__file__).parent.parent
+from places import python_path
 
 
 @functools.cache
@@ -40,7 +40,6 @@ def run_with_fake_cuda(
     function: of a module's top level, found by name in the new process; args are pickled. env: added to the environment;
     FAKE_CUDA_CAPABILITY ("80") and FAKE_CUDA_DRIVER ("13000") choose the device. Cost: a start of Python and torch.
     """
-    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     libraries = [_driver_folder().name, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", "from fake_cuda.run import main; main()"],
@@ -50,7 +49,7 @@ def run_with_fake_cuda(
         check=False,
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": python_path(),
             "LD_LIBRARY_PATH": os.pathsep.join(libraries),
             **(env or {}),
         },

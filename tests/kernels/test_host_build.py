@@ -24,11 +24,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-
-from fsdp_ciera.kernels import host, reference
-from fsdp_ciera.kernels.changes import Among, Changes, Form, Received, Used
-from fsdp_ciera.kernels.formats import FORMATS, FloatFormat, packed_bytes
-from fsdp_ciera.kernels.reference import CHUNK_VALUES
 from test_kernels_reference import (
     BAD_GAPS,
     BF16,
@@ -44,6 +39,11 @@ from test_kernels_reference import (
     special_patterns,
     values_of,
 )
+
+from fsdp_ciera.kernels import host, reference
+from fsdp_ciera.kernels.changes import Among, Changes, Form, Received, Used
+from fsdp_ciera.kernels.formats import FORMATS, FloatFormat, packed_bytes
+from fsdp_ciera.kernels.reference import CHUNK_VALUES
 
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 FLAGS = ["-std=c++17", "-fPIC", "-shared", f"-I{host.FOLDER / 'native'}"]

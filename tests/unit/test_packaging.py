@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from places import ROOT
+
 EXTRAS = ("transformers", "matplotlib", "tensorboard", "gguf", "accelerate", "nvidia.nvcomp", "cuda", "cuda.core")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from fsdp_ciera import Link
 from fsdp_ciera.planning import conditions
 from fsdp_ciera.testing import run_ranks
+from places import ROOT
 from tiny_moe import Case, TinyMoe
 
-README = Path(__file__).parent.parent / "README.md"
+README = ROOT / "README.md"
 EXAMPLES = dict(re.findall(r"<!-- test: (.*?) -->\n```python\n(.*?)```", README.read_text(), re.DOTALL))
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_kernels_reference import changed_values, exponent, named, plain_planes, random_values, unsigned, values_of
 
 from fsdp_ciera.kernels import heads, reference, reference_tiles
 from fsdp_ciera.kernels.formats import FORMATS, FloatFormat, packed_bytes
@@ -39,7 +40,6 @@ from kernel_cases import (
     whole,
     words_of,
 )
-from test_kernels_reference import changed_values, exponent, named, plain_planes, random_values, unsigned, values_of
 
 FORMAT_LIST = list(FORMATS.values())
 

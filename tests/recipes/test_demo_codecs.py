@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from places import BENCHMARKS
+
+sys.path.insert(0, str(BENCHMARKS))
 
 from demo_codecs import CODECS, MARKS, STOCK, Measured, Setting, draw, is_reached, recipe_of, settings_of, table_of
 

@@ -15,8 +15,7 @@ import pytest
 
 from fsdp_ciera.bench import netns, ranks
 from fsdp_ciera.errors import NetnsError, RankError
-
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+from places import BENCHMARKS
 
 SLEEPER = """
 import time

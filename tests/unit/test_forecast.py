@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.planning.forecast import Cluster, forecast
 from fsdp_ciera.policies.machines import MACHINES
 from fsdp_ciera.policies.tables import shipped_tables
+from places import python_path
 
 FREE = {name: CodecCost() for name in CODECS}
 NO_BUDGET: dict[str, Any] = {"cache_budget": None, "learning_rate": 1e-5}
@@ -139,7 +141,11 @@ def test_scout_on_128_ranks_is_planned_in_seconds_without_its_weights() -> None:
     pytest.importorskip("transformers")
     code = "import test_forecast; test_forecast.plan_scout_in_this_process()"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": python_path()},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     exit_code, _, most_bytes = json.loads(done.stdout.splitlines()[-1])
     assert exit_code == 0 and most_bytes < 2e9

@@ -35,6 +35,7 @@ from fsdp_ciera import (
 from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.gather.collective import CieraAllGather
 from fsdp_ciera.testing import run_ranks
+from places import python_path
 from tiny_moe import BY_BYTES, PAPERS_CODEC, Case, TinyMoe, build
 
 MIX = ("value_delta", "exponent_block", "entropy")
@@ -315,11 +316,9 @@ def run_here(function: str, **environment: str) -> str:
 
 def start_here(function: str, **environment: str) -> subprocess.Popen[str]:
     """A fresh process that calls a function of this file; what it prints is its result."""
-    folder = str(Path(__file__).parent)
-    path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
         [sys.executable, "-c", f"import test_memory; test_memory.{function}()"],
-        stdout=subprocess.PIPE, text=True, cwd=folder, env={**os.environ, "PYTHONPATH": path, **environment},
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": python_path(), **environment},
     )  # fmt: skip
 
 

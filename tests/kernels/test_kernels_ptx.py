@@ -55,6 +55,7 @@ from kernel_cases import (
     whole,
     words_of,
 )
+from places import NATIVE
 
 PTX_TEXT = PTX_FILE.read_text()
 KERNELS = re.findall(r"\.entry\s+(\w+)", PTX_TEXT)
@@ -729,7 +730,7 @@ NARROW = [
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH: no kernel with a fault can be compiled")
 @pytest.mark.parametrize(("file", "right", "wrong", "kernels"), NARROW, ids=[f"{one[0]}-{one[1]}" for one in NARROW])
 def test_positions_of_32_bits_are_noticed(tmp_path: Path, file: str, right: str, wrong: str, kernels: str) -> None:
-    for path in (Path(__file__).parent.parent / "kernels" / "native").glob("*.cu*"):
+    for path in NATIVE.glob("*.cu*"):
         text = path.read_text()
         if path.name == file:
             assert right in text, f"{file} has changed: narrow it anew at {right}"

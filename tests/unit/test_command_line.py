@@ -14,6 +14,7 @@ from fsdp_ciera.cli.bench_gather import GatherOptions
 from fsdp_ciera.cli.finetune import FinetuneOptions
 from fsdp_ciera.cli.main import BenchOptions, main, parse
 from fsdp_ciera.cli.simulate import SimulateOptions
+from places import ROOT
 
 
 def test_help_needs_no_torch() -> None:
@@ -96,7 +97,7 @@ def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_imports_go_one_way() -> None:
     """The contracts in pyproject.toml: rooms import rooms below them alone, and there is no circle."""
-    root = Path(__file__).parent.parent
+    root = ROOT
     done = subprocess.run(
         [Path(sys.executable).parent / "lint-imports", "--no-cache"],
         cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, check=False,

@@ -45,9 +45,8 @@ from kernel_cases import (
     scan_symbols_case,
     whole,
 )
+from places import NATIVE, SHIM
 
-SHIM = Path(__file__).parent / "shim"
-SOURCE = Path(__file__).parent.parent / "kernels" / "native"
 GXX = shutil.which("g++")
 pytestmark = pytest.mark.skipif(GXX is None, reason="no g++ on PATH: the kernels cannot be compiled for the CPU")
 
@@ -180,7 +179,7 @@ class Builds:
 
     def __init__(self, folder: Path) -> None:
         planted = folder / "planted"
-        shutil.copytree(SOURCE, planted)
+        shutil.copytree(NATIVE, planted)
         for file, old, new in PLANTS:
             text = (planted / file).read_text()
             assert text.count(old) == 1, f"{file} has changed: plant the fault anew in {old}"
@@ -188,7 +187,7 @@ class Builds:
         self._pool = ThreadPoolExecutor(2)
         self._commands: dict[tuple[str, bool], Future[list[str]]] = {
             (build, is_planted): self._pool.submit(
-                compile_driver, build, planted if is_planted else SOURCE, folder / f"{build}{int(is_planted)}"
+                compile_driver, build, planted if is_planted else NATIVE, folder / f"{build}{int(is_planted)}"
             )
             for is_planted in (False, True)
             for build in SANITIZERS

@@ -30,9 +30,8 @@ import torch
 
 from fsdp_ciera.kernels import launch as launching
 from fsdp_ciera.kernels.launch import Argument, KernelModule, Place
+from places import NATIVE, SHIM
 
-SHIM = Path(__file__).parent / "shim"
-SOURCE = Path(__file__).parent.parent / "kernels" / "native"
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fno-strict-aliasing", "-DCIERA_SHIM", "-DSHIM_LIBRARY"]
 NUM_THREADS = 256
 
@@ -40,7 +39,7 @@ NUM_THREADS = 256
 def source_digest() -> str:
     """Names what the library is compiled from, and how."""
     digest = hashlib.sha256(" ".join(FLAGS).encode())
-    for path in sorted([*SOURCE.glob("*.cu*"), *SHIM.iterdir()]):
+    for path in sorted([*NATIVE.glob("*.cu*"), *SHIM.iterdir()]):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -56,7 +55,7 @@ def library() -> ctypes.CDLL:
     if not path.exists():
         folder.mkdir(mode=0o700, exist_ok=True)
         unfinished = folder / f"{os.getpid()}.so"  # others may compile at the same time
-        command = [compiler, *FLAGS, f"-I{SOURCE}", f"-I{SHIM}", "-o", str(unfinished), str(SHIM / "library.cpp")]
+        command = [compiler, *FLAGS, f"-I{NATIVE}", f"-I{SHIM}", "-o", str(unfinished), str(SHIM / "library.cpp")]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         unfinished.rename(path)

@@ -1,0 +1,18 @@
+"""Leaves out what kernel_digest.py says need not run again, unless it is asked for by name or with `--everything`."""
+
+from __future__ import annotations
+
+import pytest
+
+import kernel_digest
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.everything or not kernel_digest.has_passed():
+        return
+    asked_for = " ".join(str(argument) for argument in config.invocation_params.args)
+    left_out = [item for item in items if item.path.name in kernel_digest.LANE and item.path.name not in asked_for]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        names = {id(item) for item in left_out}
+        items[:] = [item for item in items if id(item) not in names]
