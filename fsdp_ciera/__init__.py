@@ -9,6 +9,8 @@
 
 For a model that is already under FSDP2: `attach(model, policy)`.
 
+What plans are made of (`Link`, `CodecCost`, `Plan`) is in `fsdp_ciera.planning`; help for tests in `fsdp_ciera.testing`.
+
 Names are imported when they are first used, so that what needs no torch (`ciera --help`) does not wait for it.
 """
 
@@ -33,9 +35,6 @@ if TYPE_CHECKING:
         UnsupportedTorchError,
     )
     from fsdp_ciera.planning.estimate import MemoryEstimate, estimate_memory
-    from fsdp_ciera.planning.plan import Plan, PlanRow
-    from fsdp_ciera.policies.costs import CodecCost, StageCost
-    from fsdp_ciera.policies.links import Link
     from fsdp_ciera.policy import CieraPolicy
     from fsdp_ciera.profiling.profile import Profile
     from fsdp_ciera.profiling.profiler import Profiler
@@ -53,15 +52,10 @@ __all__ = [
     "CieraPolicyError",
     "CieraStats",
     "CieraVerifyError",
-    "CodecCost",
-    "Link",
     "MemoryEstimate",
-    "Plan",
-    "PlanRow",
     "Profile",
     "Profiler",
     "RecipeError",
-    "StageCost",
     "UnsupportedTorchError",
     "__version__",
     "attach",
@@ -87,9 +81,6 @@ _NAMES = {
         "UnsupportedTorchError",
     ),
     "planning.estimate": ("MemoryEstimate", "estimate_memory"),
-    "planning.plan": ("Plan", "PlanRow"),
-    "policies.costs": ("CodecCost", "StageCost"),
-    "policies.links": ("Link",),
     "policy": ("CieraPolicy",),
     "profiling.profile": ("Profile",),
     "profiling.profiler": ("Profiler",),

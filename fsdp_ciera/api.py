@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdp_ciera._compat import (
     FSDPModule,
@@ -43,15 +45,36 @@ class AttachReport:
         return f"fsdp_ciera: {self.num_groups} groups of {len(self.modules)} FSDP modules attached{note}"
 
 
-def fully_shard(module: ModuleT, *, ciera_policy: CieraPolicy | None = None, **fsdp_arguments: Any) -> ModuleT:
+def fully_shard(
+    module: ModuleT,
+    *,
+    ciera_policy: CieraPolicy | None = None,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    **newer_arguments: Any,
+) -> ModuleT:
     """torch's `fully_shard`, and with a `ciera_policy` the module's all-gathers run through fsdp_ciera.
 
-    Every other argument goes to torch unchanged, and the return value is torch's. Without a policy the module is stock
-    FSDP2. All ranks must pass the same policy; the first gather checks that. For what it costs see `CieraPolicy`.
+    Every other argument goes to torch unchanged, also those of a newer torch that are not named here; what is `None` is left to
+    torch's own default. The return value is torch's. Without a policy the module is stock FSDP2. All ranks must pass the same
+    policy; the first gather checks that. For what it costs see `CieraPolicy`.
 
     Raises `CieraPolicyError` when `ciera_policy` is no `CieraPolicy`, or when the module is already under FSDP2 (then
     `attach` is the call), and whatever torch's `fully_shard` raises.
     """
+    named = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard_after_forward,
+        "shard_placement_fn": shard_placement_fn,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "ignored_params": ignored_params,
+    }
+    fsdp_arguments = {name: value for name, value in named.items() if value is not None} | newer_arguments
     if ciera_policy is None:
         return cast(ModuleT, torch_fully_shard(module, **fsdp_arguments))
     _check_policy(ciera_policy, "ciera_policy")

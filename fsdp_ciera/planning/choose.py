@@ -3,7 +3,7 @@
     shapes + rates (tables, or measured) + links + codec costs  ->  gain and cache of every (shard, codec)
     gains and caches + budget                                    ->  one codec a shard (policies/knapsack.py, greedy.py)
 
-planner.py calls it for live groups, estimate.py and forecast.py for those that a model would get.
+cohort.py calls it for live groups, estimate.py and forecast.py for those that a model would get.
 """
 
 from __future__ import annotations

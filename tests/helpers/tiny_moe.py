@@ -24,8 +24,6 @@ from backends_under_test import use_backend
 from fsdp_ciera import (
     CieraPolicy,
     CieraStats,
-    CodecCost,
-    Link,
     attach,
     detach,
     fully_shard,
@@ -34,6 +32,7 @@ from fsdp_ciera import (
     stats,
 )
 from fsdp_ciera.codecs import CODECS
+from fsdp_ciera.planning import CodecCost, Link
 from fsdp_ciera.testing import check_equal
 
 VOCAB, HIDDEN, INTERMEDIATE, NUM_LAYERS = 37, 20, 23, 2

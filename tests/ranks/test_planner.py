@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from fsdp_ciera import CieraPolicy, CieraStats, CodecCost, Link, StageCost, attach, detach, invalidate, stats
+from fsdp_ciera import CieraPolicy, CieraStats, attach, detach, invalidate, stats
 from fsdp_ciera._compat import get_comm, param_groups
 from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.errors import CieraFileError, CieraMismatchError
 from fsdp_ciera.gather.channel import Channel
 from fsdp_ciera.gather.collective import CieraAllGather
-from fsdp_ciera.planning import conditions, measure
+from fsdp_ciera.planning import CodecCost, Link, StageCost, conditions, measure
 from fsdp_ciera.planning.choose import make_plan
 from fsdp_ciera.planning.measure import free_memory_bytes, measure_costs
 from fsdp_ciera.planning.plan import Conditions

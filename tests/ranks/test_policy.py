@@ -15,7 +15,6 @@ from fsdp_ciera import (
     CieraConflictError,
     CieraPolicy,
     CieraPolicyError,
-    CodecCost,
     attach,
     detach,
     fully_shard,
@@ -23,6 +22,7 @@ from fsdp_ciera import (
 )
 from fsdp_ciera._compat import AllGather, check_torch_version, get_comm, is_default_comm, param_groups, set_comm
 from fsdp_ciera.errors import UnsupportedTorchError
+from fsdp_ciera.planning import CodecCost
 from fsdp_ciera.testing import run_ranks
 from fsdp_ciera.units import parse_bytes
 from tiny_moe import PAPERS_CODEC, Case, build

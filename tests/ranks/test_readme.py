@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_ciera import Link
-from fsdp_ciera.planning import conditions
+from fsdp_ciera.planning import Link, conditions
 from fsdp_ciera.testing import run_ranks
 from places import ROOT
 from tiny_moe import Case, TinyMoe

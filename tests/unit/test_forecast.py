@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_ciera import CieraPolicy, CieraPolicyError, CodecCost, Link
+from fsdp_ciera import CieraPolicy, CieraPolicyError
 from fsdp_ciera.cli.main import main
 from fsdp_ciera.codecs import CODECS
+from fsdp_ciera.planning import CodecCost, Link
 from fsdp_ciera.planning.forecast import Cluster, forecast
 from fsdp_ciera.policies.machines import MACHINES
 from fsdp_ciera.policies.tables import shipped_tables

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_ciera import CieraPolicy, CodecCost
+from fsdp_ciera import CieraPolicy
 from fsdp_ciera.cli.main import main
 from fsdp_ciera.codecs import CODECS
+from fsdp_ciera.planning import CodecCost
 from fsdp_ciera.planning.forecast import Cluster as PlannedCluster
 from fsdp_ciera.planning.forecast import forecast
 from fsdp_ciera.policies.links import Link
