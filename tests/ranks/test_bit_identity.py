@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from backends_under_test import BACKENDS
+from cover import Setups, cover_of, on_all_backends
 from fsdp_ciera import CieraPolicy, CieraStats
 from fsdp_ciera.testing import run_ranks
 from tiny_moe import BY_BYTES, Case, compare_setups
@@ -129,22 +130,9 @@ GROUPS = {
 }  # fmt: skip
 
 
-def setups_of(name: str, seed: int | None) -> dict[str, tuple[str, CieraPolicy]]:
+def setups_of(name: str, seed: int | None) -> Setups:
     """The policies of a group, each with the name of its backend: all of them on both, or a cover that a seed draws."""
-    policies = GROUPS[name].policies
-    everything = {
-        f"{label}, {backend}": (backend, policy) for label, policy in policies.items() for backend in BACKENDS
-    }
-    if seed is None:
-        return everything
-    ways: dict[str, list[str]] = {}
-    for setup in everything:
-        ways.setdefault(setup.partition(",")[0], []).append(setup)
-    number = list(GROUPS).index(name) + seed
-    return {
-        (setup := of_codec[(number + 3 * index) % len(of_codec)]): everything[setup]
-        for index, of_codec in enumerate(ways.values())
-    }
+    return cover_of(on_all_backends(GROUPS[name].policies), list(GROUPS).index(name), seed)
 
 
 def test_a_cover_meets_every_pair() -> None:

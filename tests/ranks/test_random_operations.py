@@ -1,4 +1,5 @@
-"""Random sequences of what users do with a model: the bits of stock FSDP2 after each, in every codec and topology."""
+"""Random sequences of what users do with a model: the bits of stock FSDP2 after each, in every codec and topology, on both
+backends."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from cover import cover_of, on_all_backends
 from fsdp_ciera import CieraPolicy
 from fsdp_ciera.testing import RankFailure, run_ranks
-from tiny_moe import BY_BYTES, Case, compare_all_with_stock
+from tiny_moe import BY_BYTES, Case, compare_setups
 
 WORLD_SIZE, RANKS_PER_NODE, NUM_OPERATIONS = 4, 2, 14
 CODECS = ("raw", "entropy", "exponent_block", "exponent_delta", "value_delta")
@@ -56,15 +58,16 @@ def test_the_seeds_draw_every_operation() -> None:
 
 
 @pytest.mark.parametrize("seed", CASES)
-def test_random_operations(seed: int) -> None:
+def test_random_operations(seed: int, cover_seed: int | None) -> None:
     case = replace(CASES[seed], operations=operations(seed))
+    setups = cover_of(on_all_backends(policies()), list(CASES).index(seed), cover_seed)
     try:
-        reports = run_ranks(compare_all_with_stock, WORLD_SIZE, case, policies(), timeout_s=300)
+        reports = run_ranks(compare_setups, WORLD_SIZE, case, setups, timeout_s=500)
     except RankFailure as failure:
-        raise AssertionError(f"seed {seed}, {case}") from failure
-    for report_by_policy in reports:
-        for name, policy in policies().items():
-            report = report_by_policy[name]
+        raise AssertionError(f"seed {seed}, {case}, {list(setups)}") from failure
+    for report_by_setup in reports:
+        for name, (_, policy) in setups.items():
+            report = report_by_setup[name]
             assert report.num_gathers > 0
             assert report.by_codec[policy.codecs[0]].raw_bytes > 0, f"seed {seed}, {name}: {report.by_codec}"
             links = {link for link, amount in report.by_link.items() if amount.raw_bytes}
