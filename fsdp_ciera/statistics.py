@@ -43,8 +43,8 @@ class CieraStats:
     `raw_bytes` is what stock FSDP2 would have sent: (world_size - 1) x the padded local shard. `by_phase` is keyed
     "cold/forward", "first/forward", "repeat/backward" and so on: *cold* = no cache to build on; *first* = the weights
     changed since the last gather; *repeat* = they did not; *plain* = gathered as stock FSDP2 does; "agreement" =
-    before gathers. `by_link` tells "flat" gathers from the two halves of hierarchical ones, "between_nodes" and "in_node" (plain, over
-    fast links). Each breakdown adds up to the totals.
+    before gathers. `by_link` tells "flat" gathers from the two halves of hierarchical ones, "between_nodes" and "in_node"
+    (plain, over fast links). Each breakdown adds up to the totals.
     """
 
     num_gathers: int = 0
