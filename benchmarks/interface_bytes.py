@@ -9,8 +9,9 @@ an optimizer step would. fsdp_ciera is imported from the start, by the ranks of 
 (hosts - 1) x the padded local shards x 2 bytes a gather. Around the passes the ranks meet over files in a shared folder, not
 over the network, while the counters of every interface are read.
 
-Seen with 4 hosts and 3 passes: interfaces count 0.20 % more than the formula for stock FSDP2 (66 MB a rank) and 0.35 %
-more than `stats(model).wire_bytes` (41 MB a rank); at 200 Mbit/s, where acknowledgements are more, 0.25 % and 0.42 %.
+Seen with 4 hosts, 3 passes and wire version 4, which had headers: interfaces count 0.20 % more than the formula for
+stock FSDP2 (66 MB a rank) and 0.35 % more than `stats(model).wire_bytes` (41 MB a rank); at 200 Mbit/s, where
+acknowledgements are more, 0.25 % and 0.42 %.
 The sockets' own counters (`ss -ti`) explain it to the byte:
 - 66 bytes of Ethernet, IP and TCP headers a packet, acknowledgements included: 100 to 150 kB a rank, about the same for
   both. The interface counts packets of up to 64 KiB here (see fsdp_ciera.bench.netns); a wire of MTU 1500 carries 4.6 % of

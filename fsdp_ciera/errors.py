@@ -37,7 +37,7 @@ class CieraPeerError(RuntimeError):
 
 
 class CieraDecodeError(RuntimeError):
-    """A payload is not what its header announces, so it was damaged on the way: look at memory and network of the ranks."""
+    """A payload is not what its head announces, so it was damaged on the way: look at memory and network of the ranks."""
 
 
 class CieraVerifyError(RuntimeError):

@@ -91,7 +91,7 @@ class CieraPolicy:
 
     adapt_every: int | None = None
     """Renew the plan every so many optimizer steps, from rates measured in this run, with every codec on every shard. That
-    costs one copy of the own shards for a step and the time of encoding them, and raw groups exchange headers too."""
+    costs one copy of the own shards for a step and the time of encoding them, and raw groups take part in agreements too."""
 
     warmup_steps: int = 30
     """Optimizer steps before the first measurement for `adapt_every` (the paper's 30 iterations)."""
@@ -200,7 +200,7 @@ class CieraPolicy:
 
     @property
     def may_go_plain(self) -> bool:
-        """Whether groups without a codec are gathered as in stock FSDP2, without headers. A plan that is renewed needs them to
+        """Whether groups without a codec are gathered as in stock FSDP2, without agreements. A renewed plan needs them to
         count steps, and `verify` to check; a single codec is studied with all that belongs to it."""
         return len(self.codecs) > 1 and self.adapt_every is None and self.verify is None
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from fsdp_ciera.units import format_in
 
 OVERHEAD = "overhead"
-"""The entry of every breakdown that holds headers, padding to the largest payload, and checks by `verify=`."""
+"""The entry of every breakdown that holds heads, padding to the largest payload, agreements, and checks by `verify=`."""
 
 if TYPE_CHECKING:
     from fsdp_ciera.planning.plan import Plan
@@ -39,12 +39,12 @@ class Bytes:
 class CieraStats:
     """Counts of one rank over the gathers of a model since `attach` (or `fully_shard`).
 
-    `wire_bytes` is all that left the rank for completed gathers of parameters: payloads, padding, headers, checks.
+    `wire_bytes` is all that left the rank for gathers of parameters: payloads, padding, heads, checks, agreements.
     `raw_bytes` is what stock FSDP2 would have sent: (world_size - 1) x the padded local shard. `by_phase` is keyed
     "cold/forward", "first/forward", "repeat/backward" and so on: *cold* = no cache to build on; *first* = the weights
-    changed since the last gather; *repeat* = they did not; *plain* = gathered as stock FSDP2 does; "settle" = sizes settled
-    ahead. `by_link` tells "flat" gathers from the two halves of hierarchical ones, "between_nodes" and "in_node" (plain, over
-    fast links). Each breakdown adds up to the totals.
+    changed since the last gather; *repeat* = they did not; *plain* = gathered as stock FSDP2 does; "agreement" =
+    before gathers. `by_link` tells "flat" gathers from the two halves of hierarchical ones, "between_nodes" and "in_node"
+    (plain, over fast links). Each breakdown adds up to the totals.
     """
 
     num_gathers: int = 0
@@ -130,7 +130,7 @@ class CieraStats:
             breakdown.setdefault(OVERHEAD, Bytes()).add(0, rest)
 
     def count_overhead(self, phase: str, wire_bytes: int, link: str) -> None:
-        """Counts bytes that belong to no run: a check by `verify=` after its gather, or sizes that are settled ahead."""
+        """Counts bytes that belong to no run: a check by `verify=` after its gather, or an agreement."""
         self.total.add(0, wire_bytes)
         for breakdown, key in (
             (self.by_phase, phase),

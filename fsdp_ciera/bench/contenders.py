@@ -37,7 +37,7 @@ class Contender:
     """Of ours: fields of `CieraPolicy`, or those of `CieraPolicy.paper` with `is_paper`."""
     is_paper: bool = False
     settle: bool = False
-    """Of ours: sizes are settled after each optimizer step, so that gathers need no headers (the paper's CCP, on CPU)."""
+    """Of ours: sizes are settled after each optimizer step, so that no gather agrees (the paper's CCP, on CPU)."""
     is_hierarchical: bool = False
     gather: str | None = None
     """Of peers under FSDP2: which of `peers` gathers."""
