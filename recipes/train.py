@@ -247,10 +247,6 @@ def _step(run: _Run, step: int, tracer: Tracer) -> dict[str, float]:
     run.optimizer.step()
     run.scheduler.step()
     run.optimizer.zero_grad(set_to_none=True)
-    if before is not None and run.device.type == "cuda":
-        from fsdp_ciera.api import settle_sizes
-
-        settle_sizes(run.model)  # on CUDA gathers are compressed only then
     values = {"loss": _mean_over_ranks(loss), "grad_norm": float(norm), "lr": learning_rate}
     values["seconds"] = time.perf_counter() - started
     values["tokens_per_second"] = run.batches.num_tokens_per_step / values["seconds"]

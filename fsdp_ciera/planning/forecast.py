@@ -215,7 +215,7 @@ def _shard_dim(parameter: nn.Parameter, world_size: int) -> int:
 
 def _planned_seconds(shapes: Sequence[GroupShape], plan: Plan, policy: CieraPolicy, cluster: Cluster) -> float:
     """Gathers of a step: what raw ones take on the same links, less the gain, with headers and what moves inside nodes."""
-    total = -plan.gain_seconds
+    total, agreement_seconds = -plan.gain_seconds, 0.0  # one agreement for all groups
     for shape, codecs in zip(shapes, plan.codecs, strict=True):
         is_raw = all(codec == "raw" for codec in codecs)
         for span in shape.spans:
@@ -226,8 +226,8 @@ def _planned_seconds(shapes: Sequence[GroupShape], plan: Plan, policy: CieraPoli
                 continue
             total += num_gathers * link.seconds(shape.shard_bytes, cut.num_nodes)
             total += num_gathers * cluster.in_node.seconds(cut.num_nodes * shape.shard_bytes, cut.ranks_per_node)
-            total += num_gathers * link.latency_seconds  # of the headers
-    return total
+            agreement_seconds = max(agreement_seconds, policy.micro_batches * link.latency_seconds)
+    return total + agreement_seconds
 
 
 def _reduce_bytes(shapes: Sequence[GroupShape], cluster: Cluster, item_bytes: float) -> float:

@@ -146,7 +146,7 @@ class Plan:
         for row in self.rows:
             made.add_row(row.category, row.codec, *_cells(row, row.num_shards))
         made.add_section()
-        made.add_row("headers, padding", "", "", "", decimal(int(self.overhead_bytes)))
+        made.add_row("heads, agreements", "", "", "", decimal(int(self.overhead_bytes)))
         made.add_row("all", "", *_cells(self, sum(row.num_shards for row in self.rows)), style="bold")
         return made
 
