@@ -186,7 +186,7 @@ def launches_of(world_size: int, sizes: Sequence[int], codecs: Sequence[str]) ->
         return [name for name, _ in device.launches], ops.names
 
 
-@pytest.mark.parametrize("codec", ["value_delta", "exponent_delta", "exponent_block"])
+@pytest.mark.parametrize("codec", ["value_delta", "exponent_delta", "exponent_block", "entropy"])
 def test_launches_do_not_depend_on_the_number_of_peers_or_runs(codec: str) -> None:
     of_two = launches_of(2, [70, 30, 10, 50], [codec] * 4)
     assert 0 < len(of_two[0]) <= 3
