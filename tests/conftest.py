@@ -3,6 +3,7 @@
 pytest                   a cover of policies, operations and backends, drawn by a seed that is another one every day
 pytest --seed 7          the cover that seed 7 draws
 pytest --everything      all combinations
+pytest --share 3         of the tests that are marked `rotating` every third, others the next day (what `make test` runs)
 """
 
 from __future__ import annotations
@@ -21,19 +22,36 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--everything", action="store_true", help="all combinations of policies, operations and backends")
     parser.addoption("--seed", type=int, help="draws the cover of combinations")
+    parser.addoption(
+        "--share", type=int, default=1, metavar="N", help="one in N of the rotating tests, drawn by the seed"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "rotating: one of many alike; `make test` runs a share of them, another one every day"
+    )
     if config.option.seed is None:
         config.option.seed = datetime.date.today().toordinal()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    share = 1 if config.option.everything else config.option.share
+    rotating = [item for item in items if item.get_closest_marker("rotating")]
+    left_out = [item for index, item in enumerate(rotating) if (index + config.option.seed) % share]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        names = {id(item) for item in left_out}
+        items[:] = [item for item in items if id(item) not in names]
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     if config.option.everything:
         return "all combinations"
     kernels = "left out: kernels and their tests are those that passed" if kernel_digest.has_passed() else "run"
+    share = f", and one in {config.option.share} of the rotating tests" if config.option.share > 1 else ""
     return (
-        f"a cover of the combinations, drawn by --seed {config.option.seed}; "
+        f"a cover of the combinations{share}, drawn by --seed {config.option.seed}; "
         f"the PTX interpreter's and the shim's tests: {kernels}"
     )
 

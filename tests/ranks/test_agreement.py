@@ -96,6 +96,7 @@ def compare(
     return reports
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("after", ["settle", "forward"])
 @pytest.mark.parametrize("disturb", DISTURBANCES)
 def test_exact_whatever_happens_to_a_promise(disturb: str, after: str) -> None:

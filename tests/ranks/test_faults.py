@@ -28,6 +28,8 @@ from fsdp_ciera.gather import presence
 from fsdp_ciera.planning import measure
 from fsdp_ciera.testing import ShardFunction, compare_with_stock, run_ranks
 
+pytestmark = pytest.mark.rotating
+
 VALUE_DELTA = CieraPolicy(codecs=("value_delta",))
 HIERARCHICAL = CieraPolicy(codecs=("value_delta",), topology="hierarchical", ranks_per_node=2)
 SEVERAL = CieraPolicy(codecs=("value_delta", "exponent_block"), cache_budget=1 << 20)
