@@ -11,8 +11,8 @@ from fsdp_ciera.backends.cpu import CpuBackend
 from fsdp_ciera.backends.cuda import CudaBackend
 from fsdp_ciera.backends.plain import PlainBackend
 from fsdp_ciera.errors import CieraKernelError
-from fsdp_ciera.kernels import cuda, launch, reference_tiles
-from fsdp_ciera.kernels.dispatch import VARIABLE, chosen_for
+from fsdp_ciera.kernels import cuda, launch
+from fsdp_ciera.kernels.dispatch import VARIABLE, chosen_for, tile_kernels_of
 
 __all__ = ["Backend", "PlainBackend", "backend_of"]
 
@@ -28,10 +28,9 @@ def backend_of(device: torch.device) -> Backend:
         return CudaBackend(device, cuda) if reason is None else PlainBackend(device, reason)
     if device.type not in ("cpu", "cuda"):
         return PlainBackend(device, f"there are no kernels for {device.type}")
-    chosen = chosen_for(device)
-    if chosen == "cuda":
-        return CudaBackend(device, cuda)
-    return CpuBackend(device) if device.type == "cpu" else CudaBackend(device, reference_tiles)
+    if device.type == "cpu" and chosen_for(device) != "cuda":
+        return CpuBackend(device)
+    return CudaBackend(device, tile_kernels_of(device))
 
 
 def _why_not_loaded(device: torch.device) -> str | None:

@@ -73,8 +73,10 @@ def _gather_seconds(process_group: dist.ProcessGroup, num_bytes: int, backend: B
 
 
 def measure_costs(codecs: Sequence[str], dtype: torch.dtype, block_size: int, backend: Backend) -> dict[str, CodecCost]:
-    """The stages of each codec on this machine, for values of `dtype`. A codec that
-    cannot run here costs nothing. Cost: about 50 ms a codec, once in a process."""
+    """The stages of each codec on this machine, for values of `dtype`. A codec that cannot run here costs nothing.
+
+    Cost: about 50 ms a codec, once in a process.
+    """
     keys = {codec: (backend.name, codec, dtype, block_size) for codec in codecs}
     runs = {codec for codec in codecs if codec != "raw" and backend.supports(codec, dtype)}
     missing = [codec for codec in codecs if codec in runs and keys[codec] not in MEASURED_COSTS]
