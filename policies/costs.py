@@ -12,11 +12,13 @@ from fsdp_ciera.policies.rates import Rates
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """`fixed + num_values * (per_value + per_changed * change)` seconds; `change` is a share, see `change_of`."""
+    """`fixed + num_values * (per_value + per_changed * change)` seconds of a run; `change` is a share, see `change_of`."""
 
     fixed: float = 0.0
     per_value: float = 0.0
     per_changed: float = 0.0
+    per_gather: float = 0.0
+    """Seconds of a gather however many runs it has. They are a group's, not a shard's: `seconds` leaves them out."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -25,7 +27,7 @@ class StageCost:
                 raise ValueError(f"{item.name}={value!r} must be a number of seconds of at least 0")
 
     def seconds(self, num_values: float, change: float, num_runs: int = 1) -> float:
-        """What this stage takes for so many values in so many runs."""
+        """What so many values in so many runs add to a gather."""
         return num_runs * self.fixed + num_values * (self.per_value + self.per_changed * change)
 
 
@@ -41,9 +43,13 @@ class CodecCost:
     """Of every other rank's shard."""
 
     def gather_seconds(self, num_values: int, num_peers: int, change: float, overlap: bool) -> float:
-        """T_hash + T_cmp + T_decmp of one gather of a run of `num_values`; the first two are 0 when they overlap."""
+        """What a run of `num_values` adds to T_hash + T_cmp + T_decmp of a gather; the first two are 0 when they overlap."""
         encode = 0.0 if overlap else self.hash.seconds(num_values, change) + self.cmp.seconds(num_values, change)
         return encode + self.decmp.seconds(num_peers * num_values, change, num_peers)
+
+    def per_gather_seconds(self, overlap: bool) -> float:
+        """What a gather takes however many runs it has; Hash and Cmp are 0 when they overlap."""
+        return self.decmp.per_gather + (0.0 if overlap else self.hash.per_gather + self.cmp.per_gather)
 
     def scaled(self, factor: float) -> CodecCost:
         """All seconds times `factor`."""

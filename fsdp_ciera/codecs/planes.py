@@ -10,13 +10,16 @@ from fsdp_ciera.kernels.dispatch import kernels_of
 from fsdp_ciera.kernels.formats import FloatFormat
 from fsdp_ciera.kernels.reference import CHUNK_VALUES, chunks_of
 
+SPLIT_VALUES = 2 * CHUNK_VALUES
+"""What is split in one call: exponents that stay in the cache, in half as many calls."""
+
 
 def split(
     values: torch.Tensor,
     fmt: FloatFormat,
     plane: torch.Tensor | None = None,
     exponents: torch.Tensor | None = None,
-    chunk_values: int = CHUNK_VALUES,
+    chunk_values: int = SPLIT_VALUES,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Values [n] -> each chunk with its exponents, uint8 [chunk], valid until the next one is asked for.
 

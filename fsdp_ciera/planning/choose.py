@@ -181,7 +181,7 @@ def _choose(
         chosen = _select_by_group(offers, policy, conditions)
         again = False
         for index, group in enumerate(chosen):
-            if any(group) and _gain(group) <= _agreement_seconds(index, shapes, policy, conditions):
+            if any(group) and _gain(group) <= _group_seconds(index, shapes, group, policy, conditions):
                 offers[index] = [[] for _ in group]
                 again = True
             elif (kept := _kept_options(index, offers, group, shapes[index], policy, conditions)) is not None:
@@ -250,15 +250,23 @@ def _select(shards: Sequence[Sequence[_Option]], policy: CieraPolicy, budget_byt
     return [None if choice is None else options[choice] for options, choice in zip(shards, choices, strict=True)]
 
 
-def _agreement_seconds(index: int, shapes: Sequence[GroupShape], policy: CieraPolicy, conditions: Conditions) -> float:
-    """What the heads of a group's payloads cost in a step, and its share of the agreements: a raw group does without."""
+def _group_seconds(
+    index: int,
+    shapes: Sequence[GroupShape],
+    group: Sequence[_Option | None],
+    policy: CieraPolicy,
+    conditions: Conditions,
+) -> float:
+    """What a raw group does without in a step: heads of payloads, a share of the agreements, and what codecs take however
+    few shards have them."""
     if conditions.links is None or not policy.may_go_plain:
         return 0.0
+    once = conditions.per_gather_seconds([option.codec for option in group if option is not None])
     seconds = 0.0
     for span, link in zip(shapes[index].spans, conditions.links[index], strict=True):
         told = _agreement_bytes(span.cut.world_size) / link.bytes_per_second + link.latency_seconds / len(shapes)
         heads = span.num_gathers * (span.cut.num_nodes - 1) * HEAD_BYTES / link.bytes_per_second
-        seconds += policy.micro_batches * (told + heads)
+        seconds += policy.micro_batches * (told + heads + span.num_gathers * once)
     return seconds
 
 

@@ -47,7 +47,7 @@ def agree_on_conditions(
     ]
     for cost in costs.values():
         for stage in (cost.hash, cost.cmp, cost.decmp):
-            told += [stage.fixed, stage.per_value, stage.per_changed]
+            told += [stage.fixed, stage.per_value, stage.per_changed, stage.per_gather]
     agreed = iter(agree_on_largest([*told, -float(free_bytes), float(spent_bytes)], process_group))
     if links is not None:
         links = [[Link(next(agreed), -next(agreed)) for _ in spans] for spans in links]
@@ -63,7 +63,7 @@ def left_of(budget_bytes: int | None, spent_bytes: int) -> int | None:
 
 
 def _stage(agreed: Iterator[float]) -> StageCost:
-    return StageCost(fixed=next(agreed), per_value=next(agreed), per_changed=next(agreed))
+    return StageCost(fixed=next(agreed), per_value=next(agreed), per_changed=next(agreed), per_gather=next(agreed))
 
 
 def _links(groups: Sequence[FSDPParamGroup], policy: CieraPolicy, backend: Backend) -> list[list[Link]]:

@@ -161,7 +161,7 @@ def forecast(
             overlap=overlap,
         )
         plan = make_plan(shapes, its_policy, conditions)
-        seconds = _planned_seconds(shapes, plan, its_policy, cluster)
+        seconds = _planned_seconds(shapes, plan, its_policy, cluster, conditions)
         made.append((seconds, topology, shapes, plan))
     seconds, topology, shapes, plan = min(made, key=lambda one: one[0])
     ours = Contender(
@@ -213,8 +213,11 @@ def _shard_dim(parameter: nn.Parameter, world_size: int) -> int:
     return 1 if len(shape) == 3 and shape[0] % world_size and shape[1] % world_size == 0 else 0
 
 
-def _planned_seconds(shapes: Sequence[GroupShape], plan: Plan, policy: CieraPolicy, cluster: Cluster) -> float:
-    """Gathers of a step: what raw ones take on the same links, less the gain, with headers and what moves inside nodes."""
+def _planned_seconds(
+    shapes: Sequence[GroupShape], plan: Plan, policy: CieraPolicy, cluster: Cluster, conditions: Conditions
+) -> float:
+    """Gathers of a step: what raw ones take on the same links, less the gain, with what codecs take however few shards have
+    them, and what moves inside nodes."""
     total, agreement_seconds = -plan.gain_seconds, 0.0  # one agreement for all groups
     for shape, codecs in zip(shapes, plan.codecs, strict=True):
         is_raw = all(codec == "raw" for codec in codecs)
@@ -226,6 +229,7 @@ def _planned_seconds(shapes: Sequence[GroupShape], plan: Plan, policy: CieraPoli
                 continue
             total += num_gathers * link.seconds(shape.shard_bytes, cut.num_nodes)
             total += num_gathers * cluster.in_node.seconds(cut.num_nodes * shape.shard_bytes, cut.ranks_per_node)
+            total += num_gathers * conditions.per_gather_seconds(codecs)
             agreement_seconds = max(agreement_seconds, policy.micro_batches * link.latency_seconds)
     return total + agreement_seconds
 

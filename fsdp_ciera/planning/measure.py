@@ -29,6 +29,8 @@ _MOST_SECONDS = 0.2
 _REPEATS = 3
 COST_VALUES = 1 << 20
 _FEW_VALUES = 1 << 10
+_SEVERAL_RUNS = 8
+"""What they take longer than one is theirs; the rest is the gather's."""
 _CHANGED_SHARE = 0.05
 """Of the values, in the gather that the cost of changes is measured with."""
 
@@ -98,26 +100,35 @@ def _measure_codec(
 ) -> CodecCost:
     """`rates` are those between the two states of `many_values`."""
     change = change_of(codec, rates, block_size)
-    few, _ = _stage_seconds(codec, few_values, block_size, backend)
-    unchanged, changed = _stage_seconds(codec, many_values, block_size, backend)
+    one, _ = _stage_seconds(codec, few_values, 1, block_size, backend)
+    several, _ = _stage_seconds(codec, few_values, _SEVERAL_RUNS, block_size, backend)
+    unchanged, changed = _stage_seconds(codec, many_values, 1, block_size, backend)
     num_values = len(many_values[0])
 
     def cost(stage: str) -> StageCost:
-        per_value = max(0.0, unchanged[stage] - few[stage]) / num_values
+        fixed = max(0.0, several[stage] - one[stage]) / (_SEVERAL_RUNS - 1)
+        per_value = max(0.0, unchanged[stage] - one[stage]) / num_values
         more = max(0.0, changed[stage] - unchanged[stage]) / num_values
-        return StageCost(fixed=few[stage], per_value=per_value, per_changed=more / change if change else 0.0)
+        return StageCost(
+            fixed=fixed,
+            per_value=per_value,
+            per_changed=more / change if change else 0.0,
+            per_gather=max(0.0, one[stage] - fixed),
+        )
 
     return CodecCost(hash=cost("Hash"), cmp=cost("Cmp"), decmp=cost("Decmp"))
 
 
 def _stage_seconds(
-    codec: str, states: tuple[torch.Tensor, ...], block_size: int, backend: Backend
+    codec: str, states: tuple[torch.Tensor, ...], num_runs: int, block_size: int, backend: Backend
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of the stages when nothing changed, and when some values did (from one state [n] to the other and back): the
-    medians of a few gathers of two ranks, of which one sends."""
-    first, second = (values.to(backend.device) for values in states)
+    """Seconds of the stages for `num_runs` runs, when nothing changed and when some values did (from one state [n] to the
+    other and back): the medians of a few gathers of two ranks, of which one sends."""
+    first, second = (values.to(backend.device).repeat(num_runs) for values in states)
     num_values, dtype = len(first), first.dtype
-    layout = Layout((Run("other", codec, 0, num_values, ("sample",)),), num_values, dtype)
+    of_run = num_values // num_runs
+    runs = tuple(Run("other", codec, number * of_run, of_run, ("sample",)) for number in range(num_runs))
+    layout = Layout(runs, num_values, dtype)
     pair = Loopback(layout, backend, block_size)
     output = backend.empty(2 * num_values * dtype.itemsize).view(dtype).view(2, num_values)
     taken: dict[bool, list[dict[str, float]]] = {False: [], True: []}
@@ -127,7 +138,8 @@ def _stage_seconds(
         num_bytes = pair.announce(0, values)
         settled = pair.settle(num_bytes)
         for channel in pair.channels:
-            channel.codecs[0].prepare()
+            for its_codec in channel.codecs:
+                its_codec.prepare()
         if pair.is_silent(num_bytes):
             pair.decode_nothing(1, output)
         elif num_bytes < pair.channels[0].raw_payload_bytes:

@@ -4,7 +4,7 @@ on besides the groups and the policy. fsdp_ciera.planning.choose makes plans.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from rich.filesize import decimal
 from rich.table import Table as RichTable
 
 from fsdp_ciera.policies.categories import Category
-from fsdp_ciera.policies.costs import CodecCost
+from fsdp_ciera.policies.costs import FREE, CodecCost
 from fsdp_ciera.policies.links import Link
 from fsdp_ciera.policies.tables import Table
 
@@ -43,6 +43,10 @@ class Conditions:
     current: Sequence[Sequence[str]] | None = None
     """By group and parameter: the codecs in force, when a plan is renewed. A group changes them only when that gains more
     until the next renewal than the full gather that follows a change costs."""
+
+    def per_gather_seconds(self, codecs: Collection[str]) -> float:
+        """What a gather takes besides its runs when its group has these codecs, not all raw: that of the slowest one."""
+        return max(self.costs.get(codec, FREE).per_gather_seconds(self.overlap) for codec in codecs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -273,7 +273,13 @@ def _our_group(
     _, layout = next(shape.layouts(codecs))
     made = []
     for is_repeat in (False, True):
-        stages, payload_bytes = [0.0, 0.0, 0.0], 0.0
+        costs = [given.costs.get(codec, CodecCost()) for codec in dict.fromkeys(run.codec for run in layout.runs)]
+        stages = [
+            max(cost.hash.per_gather for cost in costs),
+            max(cost.cmp.per_gather for cost in costs),
+            max(cost.decmp.per_gather for cost in costs),
+        ]
+        payload_bytes = 0.0
         for run in layout.runs:
             codec = run.codec if CODECS[run.codec].supports(shape.dtype) else "raw"
             cost = given.costs.get(codec, CodecCost())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from fsdp_ciera import CieraPolicy, CieraStats, attach, stats
 from fsdp_ciera._compat import get_comm, param_groups
 from fsdp_ciera.gather.collective import CieraAllGather
 from fsdp_ciera.gather.topology import Cut
+from fsdp_ciera.planning import CodecCost, Link, StageCost
 from fsdp_ciera.planning.choose import make_plan
 from fsdp_ciera.planning.plan import Conditions
 from fsdp_ciera.planning.shapes import GroupShape, spans_of
@@ -27,6 +29,20 @@ def test_a_codec_that_does_not_know_the_dtype_is_skipped() -> None:
     policy = CieraPolicy(codecs=("value_delta", "raw"), **BY_BYTES)
     shapes = [shape(torch.bfloat16, 1000, policy=policy), shape(torch.uint8, 1000, policy=policy)]
     assert make_plan(shapes, policy, Conditions()).codecs == (("value_delta",), ("raw",))
+
+
+def test_what_a_gather_takes_once_is_a_matter_of_the_group() -> None:
+    """However small its shards are: one gains 2 ms a step, ten gain 20 ms, and each of 4 gathers takes 1 ms once."""
+    costs = {"value_delta": CodecCost(hash=StageCost(per_gather=6e-4), decmp=StageCost(per_gather=4e-4))}
+    policy = CieraPolicy(codecs=("value_delta", "raw"), micro_batches=2, learning_rate=1e-5)
+    for num_shards, overlap, expected in ((1, False, "raw"), (10, False, "value_delta"), (1, True, "value_delta")):
+        group = shape(torch.bfloat16, *[256] * num_shards, policy=policy)
+        conditions = Conditions(links=[[Link(0.0, 1e6)]], costs=costs, overlap=overlap)
+        plan = make_plan([group], policy, conditions)
+        assert plan.codecs == ((expected,) * num_shards,), (num_shards, overlap)
+    assert conditions.per_gather_seconds(["raw", "value_delta"]) == 4e-4
+    shared = make_plan([group], policy, replace(conditions, costs={}))
+    assert shared.codecs == (("value_delta",),) and 1.9e-3 < shared.gain_seconds < 2.1e-3
 
 
 def test_parts_that_nodes_cut_differently_cost_all_ranks_the_same() -> None:

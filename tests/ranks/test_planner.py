@@ -496,6 +496,8 @@ def test_codecs_are_measured_once_for_every_dtype_and_block_size() -> None:
         measure.MEASURED_COSTS.update(known)
     assert costs["raw"] == CodecCost()
     assert costs["value_delta"].gather_seconds(1 << 20, 3, 0.1, overlap=False) > 0
+    once = costs["value_delta"].per_gather_seconds(overlap=False)
+    assert once > costs["value_delta"].per_gather_seconds(overlap=True) > 0  # a head, a checksum, a stamp
     hidden = costs["entropy"].gather_seconds(1 << 20, 3, 0.1, overlap=True)
     assert 0 < hidden < costs["entropy"].gather_seconds(1 << 20, 3, 0.1, overlap=False)
 
