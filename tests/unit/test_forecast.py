@@ -98,13 +98,10 @@ def test_what_cannot_be_planned_is_an_error() -> None:
         replace(PAIRS, world_size=10, ranks_per_node=4)
 
 
-def scout(between: str, *arguments: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdp_ciera", "plan", "llama-4-scout", "--json", "-", "--in-node", between,
-         "--between-nodes", between, *arguments],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    found: dict[str, Any] = json.loads(done.stdout)
+def scout(path: Path, between: str, *arguments: str) -> dict[str, Any]:
+    links = ("--in-node", between, "--between-nodes", between)
+    assert main(["plan", "llama-4-scout", "--json", str(path), *links, *arguments]) == 0
+    found: dict[str, Any] = json.loads(path.read_text())
     return found
 
 
@@ -112,13 +109,13 @@ def codecs_in(found: dict[str, Any]) -> set[str]:
     return {row["codec"] for row in found["plan"]["rows"]}
 
 
-def test_scout_on_a_fast_link_selects_nothing_and_on_a_slow_one_it_does() -> None:
+def test_scout_on_a_fast_link_selects_nothing_and_on_a_slow_one_it_does(tmp_path: Path) -> None:
     """The paper: nothing on the NVLink of 4 GPUs; profitable where links between nodes dominate."""
     pytest.importorskip("transformers")
     one_node = ("--world-size", "4", "--ranks-per-node", "4")
     for arguments in ((), ("--paper",), ("--budget", "none", "--lr", "1e-4")):
-        assert codecs_in(scout("450GB/s", *one_node, *arguments)) == {"raw"}
-    slow = scout("8GB/s", *one_node, "--paper")
+        assert codecs_in(scout(tmp_path / "plan.json", "450GB/s", *one_node, *arguments)) == {"raw"}
+    slow = scout(tmp_path / "plan.json", "8GB/s", *one_node, "--paper")
     assert "exponent_block" in codecs_in(slow)
     assert slow["plan"]["cache_bytes"] <= 8 << 30
     assert any("no table for llama-4-scout: that of deepseek-moe-16b stands in" in note for note in slow["notes"])

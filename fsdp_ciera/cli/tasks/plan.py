@@ -95,11 +95,11 @@ def meta_model(name: str) -> nn.Module:
         from fsdp_ciera.recipes.models import MODELS
     except ImportError:
         raise MissingPackageError("`ciera plan` needs transformers: pip install 'fsdp-ciera[recipes]'") from None
-    prepare_transformers()
     with torch.device("meta"):
         if name in MODELS:
             made: nn.Module = MODELS[name].model_class()(MODELS[name].config())
             return made
+        prepare_transformers()  # imports what only we know
         if not (Path(name) / "config.json").is_file():
             raise CieraFileError(
                 f"model {name!r} is neither a folder with a config.json nor one of {', '.join(sorted(MODELS))}"
