@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from fsdp_ciera.units import format_in
 
 OVERHEAD = "overhead"
@@ -176,31 +174,6 @@ class CieraStats:
             **{key: value for key, value in asdict(self).items() if key not in ("total", "plans")},
             "plans": [plan.to_dict() for plan in self.plans],
         }
-
-    def table(self, title: str = "fsdp_ciera") -> Table:
-        """The breakdowns as a rich table."""
-        table = Table(title=title)
-        for column in ("", "raw MB", "wire MB", "raw / wire"):
-            table.add_column(column, justify="right" if column else "left")
-        for heading, breakdown in (
-            ("category", self.by_category),
-            ("codec", self.by_codec),
-            ("phase", self.by_phase),
-            ("link", self.by_link),
-        ):
-            for key, amount in breakdown.items():
-                ratio = f"{amount.ratio:.2f}" if amount.raw_bytes else ""
-                table.add_row(
-                    f"{heading}: {key}",
-                    format_in(amount.raw_bytes, "MB", 2),
-                    format_in(amount.wire_bytes, "MB", 2),
-                    ratio,
-                )
-            table.add_section()
-        table.add_row(
-            "all", format_in(self.raw_bytes, "MB", 2), format_in(self.wire_bytes, "MB", 2), f"{self.ratio:.2f}"
-        )
-        return table
 
     def __str__(self) -> str:
         if not self.num_gathers:

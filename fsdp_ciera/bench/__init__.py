@@ -6,8 +6,8 @@ job.py                   what is trained
 contenders.py            who trains it, by key; peers.py, zero3.py: rivals that are not ours
 rank.py                  one rank: its turns, timed by profiling.instruments, with a reduce-scatter of its own (ring.py)
 run.py                   rounds A B C, A B C over all hosts -> results.py, with machine.py's names
-report.py, ablation.py, compare.py   tables, CSV, verdicts; two runs side by side; frames.py: what all reports share
-gather_rank.py, gather_cells.py, gather_report.py   one collective at a time: ranks, what follows, tables
+report.py, ablation.py, compare.py   figures, CSV, verdicts; two runs side by side; frames.py: what all reports share
+gather_rank.py, gather_cells.py      one collective at a time: ranks, and what follows
 
-Commands are in cli/tasks/ (bench_e2e.py, bench_gather.py), pictures in cli/figures/.
+Commands are in cli/tasks/ (bench_e2e.py, bench_gather.py), tables in cli/tables/, pictures in cli/figures/.
 """

@@ -6,11 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rich.box import SIMPLE
-from rich.table import Table
-
 from fsdp_ciera.bench.contenders import ABLATION, CONTENDERS, FSDP2, Contender
-from fsdp_ciera.bench.report import median_seconds, setting_text
+from fsdp_ciera.bench.report import median_seconds
 from fsdp_ciera.bench.results import Results
 
 
@@ -69,28 +66,3 @@ def _step(
         reason=reason,
         caveat=caveat if reason is None else None,
     )
-
-
-def ablation_table(
-    results: Results,
-    ablation: Sequence[tuple[str, str]] = ABLATION,
-    contenders: Mapping[str, Contender] = CONTENDERS,
-) -> Table:
-    """In the paper's layout: the model, stock seconds, and a cumulative speed-up for each part; "n/a" is explained below."""
-    steps = ablation_steps(results, ablation, contenders)
-    reasons = [f"{step.label}: {step.reason or step.caveat}" for step in steps if step.reason or step.caveat]
-    made = Table(
-        title=f"Cumulative speed-up over stock FSDP2 (paper: Table 3), {setting_text(results.setting)}",
-        caption="\n".join(reasons) or None,
-        box=SIMPLE,
-    )
-    made.add_column("model", overflow="fold")
-    for heading in ("FSDP2, s", *(step.label for step in steps)):
-        made.add_column(heading, justify="right")
-    stock_seconds = median_seconds(results.of(FSDP2))
-    made.add_row(
-        results.setting.model,
-        "n/a" if math.isnan(stock_seconds) else f"{stock_seconds:.3f}",
-        *("n/a" if step.reason is not None else f"{step.speedup:.2f}x" for step in steps),
-    )
-    return made

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rich.box import SIMPLE
-from rich.table import Table
-from rich.text import Text
-
-from fsdp_ciera.bench.contenders import CONTENDERS, FSDP2, Contender
-from fsdp_ciera.bench.report import median_seconds, setting_text
+from fsdp_ciera.bench.contenders import FSDP2
+from fsdp_ciera.bench.report import median_seconds
 from fsdp_ciera.bench.results import Results, Setting
 from fsdp_ciera.errors import ReportError
 
@@ -96,26 +91,4 @@ def compare(first: Results, second: Results) -> Comparison:
         raise ReportError(
             f"no ratio was measured in both runs: one has {list(seconds[0])}, the other {list(seconds[1])}"
         )
-    return made
-
-
-def comparison_table(found: Comparison, contenders: Mapping[str, Contender] = CONTENDERS) -> Table:
-    """Ratios of both runs, and how far apart; contenders that `contenders` lacks go by their key."""
-    made = Table(
-        title=f"Ratios to FSDP2 in two runs, {setting_text(found.setting)}",
-        caption=f"FSDP2 took {found.stock_seconds[0]:.3f} s and {found.stock_seconds[1]:.3f} s an iteration (medians)",
-        box=SIMPLE,
-    )
-    made.add_column("", overflow="fold")
-    for heading in ("first", "second", "apart"):
-        made.add_column(heading, justify="right", no_wrap=True)
-    in_both = found.both
-    for row in found.rows:
-        label = contenders[row.contender].label if row.contender in contenders else row.contender
-        ratios = ("-" if math.isnan(ratio) else f"{ratio:.3f}" for ratio in (row.first_ratio, row.second_ratio))
-        apart = Text("one run only")
-        if row in in_both:
-            style = "green" if row.apart_percent <= BAR_PERCENT else "red"
-            apart = Text(f"{row.apart_percent:.1f} %", style)
-        made.add_row(Text(label), *ratios, apart, style="bold" if in_both and row is found.worst else None)
     return made

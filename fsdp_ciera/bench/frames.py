@@ -1,20 +1,18 @@
-"""What all reports share: records as pandas frames, CSV files, wide tables, and frames as tables of rich.
+"""What all reports share: records as pandas frames, CSV files, and wide frames.
 
 records -> frame_of -> median, mean, quantiles, groups     records -> write_csv
-                    -> wide (one column for each codec, or world size) -> table_of
+                    -> wide (one column for each codec, or world size)
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from math import fsum, nan
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich.box import Box
-from rich.table import Table
 
 
 def frame_of(records: Iterable[Any], columns: Sequence[str] | None = None) -> pd.DataFrame:
@@ -57,21 +55,3 @@ def wide(frame: pd.DataFrame, rows: str | Sequence[str], columns: str, values: s
         pd.Index(frame[keys[0]].unique()) if len(keys) == 1 else pd.MultiIndex.from_frame(frame[keys].drop_duplicates())
     )
     return made.reindex(index=index, columns=pd.Index(frame[columns].unique()))
-
-
-def table_of(
-    headings: Sequence[Hashable],
-    rows: Iterable[Sequence[Any]],
-    *,
-    title: str,
-    box: Box | None = None,
-    left: Sequence[Hashable] = (),
-    section_after: Sequence[int] = (),
-) -> Table:
-    """A table of texts with numbers to the right; `left`: the columns of words. A line follows the rows `section_after`."""
-    made = Table(title=title) if box is None else Table(title=title, box=box)
-    for heading in headings:
-        made.add_column(str(heading), justify="left" if heading in left else "right", no_wrap=heading not in left)
-    for number, row in enumerate(rows):
-        made.add_row(*row, end_section=number in section_after)
-    return made

@@ -1,6 +1,6 @@
-"""What a run of the stand says, in words: figures by contender, tables, CSV and verdicts.
+"""What a run of the stand says: figures by contender, CSV and verdicts.
 
-    Results  ->  summarize  ->  time_table, bytes_table, write_csv, verdicts      (pictures: figures.py, ablation.py)
+    Results  ->  summarize  ->  write_csv, verdicts      (tables and pictures: cli/tables, cli/figures)
 
 Every ratio is one of medians over all timed iterations of one run: the median seconds of FSDP2 by those of the contender, so
 that 2 means half as long. Since contenders take turns in each round, a slow minute of the machine meets them all. Bytes are
@@ -15,11 +15,6 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from fsdp_ciera.bench.contenders import CONTENDERS, FSDP2, KEEP, Contender, Kind
 from fsdp_ciera.bench.frames import frame_of, mean, median, quantiles
@@ -152,107 +147,11 @@ def _ratio(above: float, below: float) -> float:
     return above / below if below else math.nan
 
 
-def print_report(console: Console, results: Results, contenders: Mapping[str, Contender] = CONTENDERS) -> None:
-    """Both tables, then what failed and what is to be known about contenders, one line each."""
-    summaries = summarize(results, contenders)
-    console.print(time_table(results.setting, summaries))
-    console.print(bytes_table(results.setting, summaries))
-    for summary in summaries:
-        if summary.measured.failure is not None:
-            console.print(Text(f"- {summary.label} was not measured: {_one_line(summary.measured.failure)}", "yellow"))
-        for note in summary.measured.notes:
-            console.print(Text(f"- {summary.label}: {note}"))
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def time_table(setting: Setting, summaries: Sequence[Summary]) -> Table:
-    """Seconds of an iteration and of its parts, and the ratios; fits 120 columns."""
-    made = _table(
-        f"Seconds of an iteration, {setting_text(setting)}",
-        "p5, p95: percentiles of iterations; parts: medians, means over ranks. x FSDP2: median of FSDP2 / this median",
-        ("median", "p5", "p95", "compute", "gather", "reduce", "other", "codec", "x FSDP2", "x keep"),
-    )
-    for summary in summaries:
-        seconds = (summary.seconds, summary.p5_seconds, summary.p95_seconds, *summary.part_seconds.values())
-        made.add_row(
-            Text(summary.label),
-            *(format_number(value, 3) for value in seconds),
-            Text(format_number(summary.stock_ratio, 2), "red" if summary.is_slower else ""),
-            format_number(summary.keep_ratio, 2),
-            style=_style(summary),
-        )
-    return made
-
-
-def bytes_table(setting: Setting, summaries: Sequence[Summary]) -> Table:
-    """MB of an iteration, memory and losses; fits 120 columns."""
-    made = _table(
-        f"Bytes and losses, {setting_text(setting)}",
-        "MB out of a host in an iteration, means (1 MB = 10^6 B); memory of the largest rank; loss: the last of a round",
-        (
-            "gathers\nMB",
-            "all, counted\nMB",
-            "interface\nMB",
-            "differ",
-            "peak\nMB",
-            "caches\nMB",
-            "loss",
-            "against FSDP2",
-        ),
-    )
-    for summary in summaries:
-        percent = summary.interface_percent
-        sent = (summary.gathered_bytes, summary.counted_bytes, summary.interface_bytes)
-        made.add_row(
-            Text(summary.label),
-            *(format_number(value / 1e6, 2) for value in sent),
-            "-" if math.isnan(percent) else f"{percent:+.2f} %",
-            *(
-                format_number(value / 1e6 if summary.measured.steps else math.nan, 0)
-                for value in (summary.measured.peak_memory_bytes, summary.measured.cache_bytes)
-            ),
-            format_number(summary.loss, 6),
-            _loss_text(summary),
-            style=_style(summary),
-        )
-    return made
-
-
 def setting_text(setting: Setting) -> str:
     """`4 hosts x 1 rank, 200mbit`, for titles."""
     ranks = "1 rank" if setting.ranks_per_host == 1 else f"{setting.ranks_per_host} ranks"
     where = "loopback" if setting.mode == "loopback" else setting.rate or "no limit"
     return f"{setting.hosts} host{'s' * (setting.hosts != 1)} x {ranks}, {where}"
-
-
-def _table(title: str, caption: str, headings: Sequence[str]) -> Table:
-    made = Table(title=title, caption=caption, box=SIMPLE, padding=(0, 1, 0, 0), collapse_padding=True)
-    made.add_column("", overflow="fold")
-    for heading in headings:
-        made.add_column(heading, justify="right", no_wrap=True)
-    return made
-
-
-def _style(summary: Summary) -> str | None:
-    if summary.measured.failure is not None:
-        return "yellow"
-    return {Kind.STOCK: None, Kind.PEER: "dim", Kind.OURS: "bold"}[summary.contender.kind]
-
-
-def _loss_text(summary: Summary) -> Text:
-    if summary.measured.failure is not None:
-        return Text("not measured")
-    if summary.contender.key == FSDP2:
-        return Text("reference")
-    if summary.has_stock_bits:
-        return Text("same bits", "green")
-    if math.isnan(summary.loss_difference):
-        return Text("-")
-    # A difference of zero with other bits elsewhere must not read like equality.
-    return Text(f"{summary.loss_difference:+.2e}", "red" if summary.contender.is_bitwise else "")
 
 
 def verdicts(results: Results, contenders: Mapping[str, Contender] = CONTENDERS) -> list[Verdict]:
@@ -272,15 +171,6 @@ def verdicts(results: Results, contenders: Mapping[str, Contender] = CONTENDERS)
 def exit_code(found: Sequence[Verdict]) -> int:
     """1 if a verdict that decides was not kept, else 0."""
     return int(any(one.decides and one.passed is False for one in found))
-
-
-def print_verdicts(console: Console, found: Sequence[Verdict]) -> None:
-    """One line each; in words as well as in colour."""
-    for one in found:
-        word, style = {True: ("✓ kept  ", "green"), False: ("✗ MISSED", "red"), None: ("- unknown", "yellow")}[
-            one.passed
-        ]
-        console.print(Text.assemble((word, style), f"  {one.name}: {one.text}"))
 
 
 def _ran(setting: Setting, summaries: Sequence[Summary]) -> Verdict:

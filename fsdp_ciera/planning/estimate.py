@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
-from rich.table import Table
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -34,6 +33,7 @@ from fsdp_ciera.planning.plan import Conditions, Plan
 from fsdp_ciera.planning.shapes import GroupShape, Span, shape_of, spans_of_group
 from fsdp_ciera.policies.links import Link
 from fsdp_ciera.policy import CieraPolicy
+from fsdp_ciera.units import format_in
 
 
 @dataclass(frozen=True)
@@ -62,33 +62,18 @@ class MemoryEstimate:
         """All of it as plain JSON values."""
         return asdict(self)
 
-    def table(self, title: str = "fsdp_ciera: memory of each rank") -> Table:
-        """The caches by category and codec, and the buffers, as a rich table."""
-        table = Table(title=title)
-        table.add_column("")
-        table.add_column("shards MiB", justify="right")
-        table.add_column("caches MiB", justify="right")
-        for category, num_bytes in self.by_category.items():
-            table.add_row(f"category: {category}", "", _mib(num_bytes))
-        table.add_section()
-        for codec, num_bytes in self.by_codec.items():
-            table.add_row(f"codec: {codec}", _mib(self.shard_bytes_by_codec[codec]), _mib(num_bytes))
-        table.add_section()
-        table.add_row("outputs that are held", "", _mib(self.held_output_bytes))
-        table.add_row(
-            "all", _mib(sum(self.shard_bytes_by_codec.values())), _mib(self.cache_bytes + self.held_output_bytes)
-        )
-        table.add_row("buffers while the largest group is gathered", "", _mib(self.buffer_bytes))
-        return table
-
     def __str__(self) -> str:
         if self.world_size == 1:
             return "fsdp_ciera: no memory, since nothing is gathered (world_size is 1)"
-        held = f"{_mib(self.held_output_bytes)} MiB of outputs that are held, " if self.held_output_bytes else ""
-        codecs = ", ".join(f"{codec} {_mib(num_bytes)}" for codec, num_bytes in self.by_codec.items())
+        held = (
+            f"{format_in(self.held_output_bytes, 'MiB')} MiB of outputs that are held, "
+            if self.held_output_bytes
+            else ""
+        )
+        codecs = ", ".join(f"{codec} {format_in(num_bytes, 'MiB')}" for codec, num_bytes in self.by_codec.items())
         return (
-            f"fsdp_ciera: {_mib(self.cache_bytes)} MiB of caches on each of {self.world_size} ranks ({codecs}), "
-            f"{held}and at most {_mib(self.buffer_bytes)} MiB while a group is gathered"
+            f"fsdp_ciera: {format_in(self.cache_bytes, 'MiB')} MiB of caches on each of {self.world_size} ranks ({codecs}), "
+            f"{held}and at most {format_in(self.buffer_bytes, 'MiB')} MiB while a group is gathered"
         )
 
 
@@ -234,7 +219,3 @@ def _shape_before_forward(
         shard_world_size(group),
         spans_of_group(group, policy, will_be_root=is_root),
     )
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f}"

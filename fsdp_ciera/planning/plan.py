@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.filesize import decimal
-from rich.table import Table as RichTable
 
 from fsdp_ciera.policies.categories import Category
 from fsdp_ciera.policies.costs import FREE, CodecCost
 from fsdp_ciera.policies.links import Link
 from fsdp_ciera.policies.tables import Table
+from fsdp_ciera.units import format_bytes
 
 if TYPE_CHECKING:
     from fsdp_ciera.planning.shapes import GroupShape
@@ -127,41 +126,14 @@ class Plan:
         return {**asdict(self), **totals}
 
     def describe(self, title: str = "the plan") -> str:
-        """One line for each category and codec, as text."""
-        from io import StringIO
-
-        from rich.console import Console
-
-        text = StringIO()
-        Console(file=text, width=120).print(self.summary(f"fsdp_ciera: {title}"))
-        return text.getvalue()
-
-    def summary(self, title: str = "fsdp_ciera: the plan") -> RichTable:
-        """One line for each category and codec, as a rich table: bytes and milliseconds of a step."""
-        link = "" if self.link is None else f"; slowest link {self.link}"
-        budget = "without limit" if self.budget_bytes is None else f"at most {decimal(self.budget_bytes)}"
-        made = RichTable(
-            title=title, caption=f"rates: {self.table} at LR {self.learning_rate:g}{link}; caches: {budget}"
-        )
-        for column in ("category", "codec"):
-            made.add_column(column)
-        for column in ("shards", "raw", "sent", "in node", "caches", "gain"):
-            made.add_column(column, justify="right")
-        for row in self.rows:
-            made.add_row(row.category, row.codec, *_cells(row, row.num_shards))
-        made.add_section()
-        made.add_row("heads, agreements", "", "", "", decimal(int(self.overhead_bytes)))
-        made.add_row("all", "", *_cells(self, sum(row.num_shards for row in self.rows)), style="bold")
-        return made
+        """One line for each category and codec: bytes and milliseconds of a step, for logs."""
+        lines = [f"fsdp_ciera: {title}; rates: {self.table} at LR {self.learning_rate:g}"]
+        lines += [f"  {row.category}, {row.codec}: {_amounts(row)}, {row.num_shards} shards" for row in self.rows]
+        lines.append(f"  all: {_amounts(self)}; {format_bytes(self.overhead_bytes)} for heads, agreements")
+        return "\n".join(lines)
 
 
-def _cells(amounts: Plan | PlanRow, num_shards: int) -> list[str]:
-    """Of one line of the table: bytes and milliseconds of a step."""
-    return [
-        str(num_shards),
-        decimal(int(amounts.raw_bytes)),
-        decimal(int(amounts.wire_bytes - amounts.in_node_bytes)),
-        decimal(int(amounts.in_node_bytes)) if amounts.in_node_bytes else "",
-        decimal(amounts.cache_bytes) if amounts.cache_bytes else "",
-        f"{1e3 * amounts.gain_seconds:,.1f} ms" if amounts.gain_seconds else "",
-    ]
+def _amounts(amounts: Plan | PlanRow) -> str:
+    raw, sent, caches = map(format_bytes, (amounts.raw_bytes, amounts.wire_bytes, amounts.cache_bytes))
+    gain = f", {1e3 * amounts.gain_seconds:,.1f} ms gained" if amounts.gain_seconds else ""
+    return f"{raw} raw, {sent} sent, {caches} of caches{gain}"

@@ -32,6 +32,7 @@ from fsdp_ciera import (
     fully_shard,
     stats,
 )
+from fsdp_ciera.cli.tables.library import memory_table
 from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.gather.collective import CieraAllGather
 from fsdp_ciera.testing import run_ranks
@@ -181,7 +182,7 @@ def test_what_an_estimate_says() -> None:
         + f"), and at most {estimate.buffer_bytes / 2**20:.1f} MiB while a group is gathered"
     )
     out = io.StringIO()
-    Console(file=out, width=100).print(estimate.table())
+    Console(file=out, width=100).print(memory_table(estimate))
     for text in (
         "category: expert_ffn",
         "codec: exponent_block",

@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fsdp_ciera.bench.ablation import ablation_steps, ablation_table
-from fsdp_ciera.bench.compare import compare, comparison_table
+from fsdp_ciera.bench.ablation import ablation_steps
+from fsdp_ciera.bench.compare import compare
 from fsdp_ciera.bench.contenders import ABLATION, CONTENDERS, Kind
 from fsdp_ciera.bench.report import (
     Verdict,
     exit_code,
-    print_report,
-    print_verdicts,
     summarize,
     verdicts,
     write_csv,
@@ -29,6 +27,7 @@ from fsdp_ciera.bench.report import (
 )
 from fsdp_ciera.bench.results import Measured, Results, Setting, Step
 from fsdp_ciera.cli.figures import bench_e2e as figures
+from fsdp_ciera.cli.tables.bench_e2e import ablation_table, comparison_table, print_report, print_verdicts
 from fsdp_ciera.errors import ReportError
 
 NUM_STEPS, NUM_WARMUP_STEPS = 5, 2

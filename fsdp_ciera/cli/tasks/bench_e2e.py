@@ -11,16 +11,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fsdp_ciera.bench.ablation import ablation_steps, ablation_table
-from fsdp_ciera.bench.compare import compare, comparison_table
+from fsdp_ciera.bench.ablation import ablation_steps
+from fsdp_ciera.bench.compare import compare
 from fsdp_ciera.bench.contenders import chosen
 from fsdp_ciera.bench.job import prepare
 from fsdp_ciera.bench.netns import check_available
 from fsdp_ciera.bench.options import RunOptions
 from fsdp_ciera.bench.report import (
     exit_code,
-    print_report,
-    print_verdicts,
     verdicts,
     write_csv,
     write_steps_csv,
@@ -28,6 +26,7 @@ from fsdp_ciera.bench.report import (
 from fsdp_ciera.bench.results import Results
 from fsdp_ciera.bench.run import cluster_of, measure
 from fsdp_ciera.cli.bench_e2e import E2EOptions
+from fsdp_ciera.cli.tables.bench_e2e import ablation_table, comparison_table, print_report, print_verdicts
 from fsdp_ciera.errors import NetnsError, RankError
 
 _LEAST_WIDTH = 120  # the tables'

@@ -1,6 +1,6 @@
 """`ciera bench gather`: one collective, plain and by every codec, over sizes, shares of changed values and link speeds.
 
-hosts of netns.py or local.py  ->  ranks of gather_rank.py, one set for each link speed  ->  cells  ->  gather_report.py
+hosts of netns.py or local.py  ->  ranks of gather_rank.py, one set for each link speed  ->  cells  ->  tables/bench_gather.py
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from fsdp_ciera.bench.gather_cells import Cell
 from fsdp_ciera.bench.gather_rank import ONE_UNIT_SHARE, Job
-from fsdp_ciera.bench.gather_report import write_report
 from fsdp_ciera.bench.local import LocalCluster
 from fsdp_ciera.bench.machine import num_cores
 from fsdp_ciera.bench.netns import MAX_HOSTS, Cluster, burst_bytes
 from fsdp_ciera.bench.ranks import Hosts, Run
 from fsdp_ciera.cli.bench_gather import GatherOptions
+from fsdp_ciera.cli.tables.bench_gather import write_report
 from fsdp_ciera.codecs import CODECS
 from fsdp_ciera.errors import GatherError, NetnsError, RankError
 from fsdp_ciera.policies.links import Link

@@ -18,6 +18,7 @@ from torch import nn
 from fsdp_ciera.backends import backend_of
 from fsdp_ciera.cli.figures.plan import draw_plan
 from fsdp_ciera.cli.plan import PlanOptions
+from fsdp_ciera.cli.tables.library import plan_table
 from fsdp_ciera.errors import CieraFileError, MissingPackageError, UnitError
 from fsdp_ciera.planning.forecast import Cluster, Contender, Forecast, forecast
 from fsdp_ciera.planning.measure import measure_costs
@@ -155,7 +156,7 @@ def _show(options: PlanOptions, found: Forecast, notes: tuple[str, ...]) -> None
         f"[bold]{options.model}[/], {found.num_parameters / 1e9:.2f} B parameters, on {cluster.world_size} ranks, "
         f"{cluster.local_size} a node; {cluster.between_nodes} between nodes, {cluster.in_node} inside"
     )
-    console.print(found.plan.summary(f"the plan: {found.topology} gathers, bytes and seconds of one rank and step"))
+    console.print(plan_table(found.plan, f"the plan: {found.topology} gathers, bytes and seconds of one rank and step"))
     console.print(_contenders(found))
     for note in notes:
         console.print(f"- {note}", highlight=False, markup=False)

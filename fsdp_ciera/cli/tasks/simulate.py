@@ -11,6 +11,7 @@ from rich.console import Console
 
 from fsdp_ciera.cli.figures.simulate import Panel, draw_projection, draw_timeline
 from fsdp_ciera.cli.simulate import SimulateOptions
+from fsdp_ciera.cli.tables.simulate import projection_table, validation_table
 from fsdp_ciera.cli.tasks.plan import codec_costs, meta_model
 from fsdp_ciera.errors import CieraFileError, MissingPackageError, SimulationError, UnitError
 from fsdp_ciera.policies.links import Link, parse_link
@@ -31,7 +32,7 @@ from fsdp_ciera.simulator.project import (
     project,
     schedule,
 )
-from fsdp_ciera.simulator.report import STAMP, as_json, projection_table, validation_table
+from fsdp_ciera.simulator.report import STAMP, as_json
 from fsdp_ciera.simulator.runs import Run, Setting, load_run, load_trace
 from fsdp_ciera.simulator.schemes import Assumptions
 from fsdp_ciera.simulator.validate import BAR, Predictor, Validation, validate

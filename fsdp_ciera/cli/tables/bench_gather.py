@@ -12,8 +12,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from fsdp_ciera.bench.frames import frame_of, table_of, wide, write_csv
+from fsdp_ciera.bench.frames import frame_of, wide, write_csv
 from fsdp_ciera.bench.gather_cells import Cell, Crossover, LinkBreakEven, crossovers, link_break_evens
+from fsdp_ciera.cli.tables.rows import table_of
 from fsdp_ciera.units import format_bytes, format_host_rate
 
 FORMAT = 1
