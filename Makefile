@@ -15,7 +15,7 @@ demo: $(STAMP)
 # What CI runs: a cover of the combinations, of tests of many alike a third (another one every day, by the seed that is
 # printed), and the interpreter's lane only where kernels changed.
 test: $(STAMP) lint typecheck
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/kernels tests/recipes tests/gpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --share 3 tests/unit tests/kernels tests/recipes tests/gpu $(PYTEST_ARGS)
 	$(BIN)/python -m pytest --share 3 tests/ranks $(PYTEST_ARGS)
 
 # All combinations, and everything about kernels. Hours on two cores.
@@ -26,7 +26,7 @@ test-all: $(STAMP) lint typecheck interpreter
 # The kernels in the PTX interpreter and compiled for the CPU. When all has passed, `make test` leaves it out until something
 # that it depends on changes: commit tests/kernels/passed.digest.
 interpreter: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/kernels/test_,emulator.py emulator_fuzz.py kernels_ptx.py kernels_shim.py)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/kernels/test_,emulator.py emulator_fuzz.py kernels_ptx.py kernels_shim.py host_build.py shim_device.py)
 	$(BIN)/python tests/helpers/kernel_digest.py --write
 
 install: $(STAMP)

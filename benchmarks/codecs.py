@@ -45,9 +45,10 @@ GOAL_PERCENT = 4.0
 
 @dataclass(frozen=True)
 class Rate:
-    """One measured case. `share` is of memcpy, in percent; `bits` a value that are sent or stored."""
+    """One measured case. `share` is of memcpy, in percent; `bits` are those sent or stored for a value."""
 
     group: str
+    """`"codec"`, `"stage"` or `"rival"`."""
     name: str
     state: str
     direction: str
@@ -72,18 +73,18 @@ class Stopwatch:
         taken: tuple[list[float], list[float]] = ([], [])
         for _ in range(self.num_rounds):
             ready()
-            for times, one in zip(taken, (call, self._copy), strict=True):
+            for times, timed_call in zip(taken, (call, self._copy), strict=True):
                 start = self._clock()
-                one()
+                timed_call()
                 times.append(self._clock() - start)
         return statistics.median(taken[0]), statistics.median(taken[1])
 
     def rate(
-        self, group: str, name: str, state: str, direction: str, bits: float | None, seconds: tuple[float, float]
+        self, family: str, name: str, state: str, direction: str, bits: float | None, seconds: tuple[float, float]
     ) -> Rate:
-        """A `Rate` of `seconds` and what else is to be said."""
+        """The `Rate` of a case that took `seconds` (of a call and of memcpy); `family` becomes `Rate.group`."""
         taken, copy = seconds
-        return Rate(group, name, state, direction, self.num_bytes / taken / 1e9, 100 * copy / taken, bits)
+        return Rate(family, name, state, direction, self.num_bytes / taken / 1e9, 100 * copy / taken, bits)
 
     def _copy(self) -> None:
         self._target.copy_(self._source)
@@ -99,7 +100,7 @@ def load_values(num_values: int) -> tuple[str, torch.Tensor]:
 
 
 def before_and_after(values: torch.Tensor, state: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """bf16 weights of two gathers; see the top of this file."""
+    """The weights of two gathers, bf16 each; see the top of this file."""
     if state not in STEPS:
         return values, values
     generator = torch.Generator().manual_seed(0)
@@ -137,8 +138,8 @@ def codec_rates(codec: str, state: str, values: torch.Tensor, watch: Stopwatch) 
             held[0].copy_(pair[(turn - 1) % 2])
 
     def encode() -> torch.Tensor:
-        """What an agreement and the gather after it do with one shard."""
-        settled, _ = loop.settle(loop.announce(0, pair[turn % 2]))
+        """Does with one shard what an agreement and the gather after it do."""
+        settled, _ = loop.settle_all(loop.announce(0, pair[turn % 2]))
         if settled.first_bytes >= sender.raw_payload_bytes:
             return pair[turn % 2].view(torch.uint8)
         payload = loop.take_payload(0, pair[turn % 2])
@@ -151,8 +152,8 @@ def codec_rates(codec: str, state: str, values: torch.Tensor, watch: Stopwatch) 
         else:
             loop.decode(1, payload.expand(2, -1), output)
 
-    for its in receiver.codecs:
-        its.prepare()
+    for receiving_codec in receiver.codecs:
+        receiving_codec.prepare()
     payloads = []
     for _ in range(3):  # the first one sets both states up; then there and back, or cold again
         next_turn()
@@ -172,7 +173,7 @@ def _with_change(rate: Rate, changed: float) -> Rate:
 
 
 def measure(values: torch.Tensor, watch: Stopwatch, console: Console) -> list[Rate]:
-    """All cases, with a progress bar."""
+    """Measures all cases, with a progress bar."""
     cases: list[tuple[str, Callable[[], Iterator[Rate]]]] = []
     for codec in CODECS:
         for state in STATES:
@@ -199,7 +200,7 @@ def measure(values: torch.Tensor, watch: Stopwatch, console: Console) -> list[Ra
 
 
 def tables(rates: list[Rate], title: str) -> Iterator[Table]:
-    """One for codecs and rivals, one for stages."""
+    """A table for codecs and rivals, and one for stages."""
     table = Table(title=title)
     for heading in (
         "codec",

@@ -25,11 +25,11 @@ def draw(rates: Sequence[Mapping[str, Any]], title: str, goal_percent: float, pa
             bars = [rate for rate in wholes if rate["name"] == name and rate["direction"] == direction]
             for number, rate in enumerate(bars):
                 height = 0.8 / max(len(bars), 1) if len(bars) > 1 else 0.3
-                place = row - 0.4 + (number + 0.5) * height if len(bars) > 1 else row
+                position = row - 0.4 + (number + 0.5) * height if len(bars) > 1 else row
                 value = max(rate[field], 0.02)
-                axis.barh(place, value, height=0.92 * height, color=COLOURS[rate["state"]])
+                axis.barh(position, value, height=0.92 * height, color=COLOURS[rate["state"]])
                 text = f"{rate[field]:.2f}" if field == "bits" else f"{rate[field]:.0f}"
-                axis.text(value * 1.06 if field == "share" else value + 0.2, place, text, va="center", fontsize=7)
+                axis.text(value * 1.06 if field == "share" else value + 0.2, position, text, va="center", fontsize=7)
         axis.set_title(heading, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
         if field == "share":

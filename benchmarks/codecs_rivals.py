@@ -8,7 +8,7 @@ import torch
 import zstandard
 
 Case = tuple[str, str, float, Callable[[], object], Callable[[], object]]
-"""Name, "encode" or "decode", bits a value, an untimed call before each round, and the timed call."""
+"""Name, "encode" or "decode", bits a value, an untimed call before each round, the timed call."""
 
 
 def rivals(values: torch.Tensor) -> Iterator[Case]:
@@ -33,15 +33,15 @@ def _zipnn(raw: bytes, num_values: int) -> Iterator[Case]:
     frame = coder.compress(bytearray(raw))
     assert bytes(coder.decompress(frame)) == raw
     bits = 8 * len(frame) / num_values
-    given = bytearray()
+    source = bytearray()
 
     def refill(data: bytes) -> None:
-        nonlocal given
-        given = bytearray(data)
+        nonlocal source
+        source = bytearray(data)
 
     frame = bytes(coder.compress(bytearray(raw)))
-    yield "ZipNN", "encode", bits, lambda: refill(raw), lambda: coder.compress(given)
-    yield "ZipNN", "decode", bits, lambda: refill(frame), lambda: coder.decompress(given)
+    yield "ZipNN", "encode", bits, lambda: refill(raw), lambda: coder.compress(source)
+    yield "ZipNN", "decode", bits, lambda: refill(frame), lambda: coder.decompress(source)
 
 
 def _nothing() -> None:

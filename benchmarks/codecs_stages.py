@@ -19,7 +19,7 @@ from fsdp_ciera.kernels.reference import chunks_of
 def stages(values: torch.Tensor, block_size: int) -> Iterator[tuple[str, float | None, Callable[[], object]]]:
     """Name, bits a value, and the call. `values` is bf16 [a multiple of block_size].
 
-    Bits are those that zstd makes, and beside unzstd the entropy of what comes out of it.
+    Bits are those that zstd makes; for unzstd, the entropy of its output.
     """
     fmt, num_values, kernels = FORMATS[torch.bfloat16], len(values), kernels_of(values)
     exponents, plane = (torch.zeros(num_values, dtype=torch.uint8) for _ in range(2))
@@ -48,11 +48,11 @@ def stages(values: torch.Tensor, block_size: int) -> Iterator[tuple[str, float |
         None,
         lambda: torch.from_numpy(empty_bytes(2 * num_values)).copy_(values.view(torch.uint8)),
     )
-    for name, one in (("", kernels), (", torch reference", reference)):
-        yield f"split{name}", None, lambda one=one: one.split_planes(values, fmt, exponents, plane)
-        yield f"merge{name}", None, lambda one=one: one.merge_planes(exponents, plane, None, fmt, target)
-        yield f"hash{name}", None, lambda one=one: one.hash_blocks(values, fmt, block_size)
-        yield f"find no change{name}", None, lambda one=one: one.find_changes(values, other, fmt, Form())
-        yield f"checksum{name}", None, lambda one=one: one.checksum(values.view(1, -1))
+    for name, build in (("", kernels), (", torch reference", reference)):
+        yield f"split{name}", None, lambda build=build: build.split_planes(values, fmt, exponents, plane)
+        yield f"merge{name}", None, lambda build=build: build.merge_planes(exponents, plane, None, fmt, target)
+        yield f"hash{name}", None, lambda build=build: build.hash_blocks(values, fmt, block_size)
+        yield f"find no change{name}", None, lambda build=build: build.find_changes(values, other, fmt, Form())
+        yield f"checksum{name}", None, lambda build=build: build.checksum(values.view(1, -1))
     yield "zstd of all exponents", 8 * num_bytes / num_values, code
     yield "unzstd of all exponents", entropy_bits(exponents.numpy()), decode

@@ -79,9 +79,9 @@ class Measured:
 
     setting: Setting
     raw_bytes: list[int]
-    """By optimizer step: what stock FSDP2 sends."""
+    """Bytes that stock FSDP2 sends, by optimizer step."""
     wire_bytes: list[int]
-    """By optimizer step: what was sent."""
+    """Bytes that were sent, by optimizer step."""
     cache_bytes: int
     seconds_per_step: float
     same_bits: bool
@@ -159,7 +159,7 @@ def settings_of(codecs: Sequence[str], learning_rates: Sequence[float]) -> list[
 
 
 def run_rank(settings: Sequence[Setting], num_steps: int, folder: Path, figures: Path) -> None:
-    """One rank: all runs, one after the other. Rank 0 writes a list of `Measured` to `figures`."""
+    """Does all runs as one rank, one after the other. Rank 0 writes a list of `Measured` to `figures`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, console, started = dist.get_rank(), Console(), time.monotonic()
@@ -175,10 +175,11 @@ def run_rank(settings: Sequence[Setting], num_steps: int, folder: Path, figures:
         recipe = recipe_of(setting, num_steps, folder)
         result = train(recipe, show=Progress)
         first = digests.setdefault((setting.lr, setting.num_micro_batches), result.final_parameters_digest)
-        same: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(same, first == result.final_parameters_digest)
+        have_same_parameters: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(have_same_parameters, first == result.final_parameters_digest)
         if rank == 0:
-            measured.append(measured_of(setting, result, Path(recipe.train.output) / "metrics.jsonl", all(same)))
+            metrics = Path(recipe.train.output) / "metrics.jsonl"
+            measured.append(measured_of(setting, result, metrics, all(have_same_parameters)))
             figures.write_text(json.dumps([asdict(run) for run in measured]))  # what is measured stays, come what may
     dist.barrier()
     dist.destroy_process_group()
@@ -196,7 +197,7 @@ def recipe_of(setting: Setting, num_steps: int, folder: Path) -> Recipe:
 
 
 def measured_of(setting: Setting, result: TrainResult, metrics: Path, same_bits: bool) -> Measured:
-    """What rank 0's files and counts say about a run."""
+    """The figures of a run, from rank 0's metrics and counts."""
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     return Measured(
         setting=setting,
@@ -209,7 +210,7 @@ def measured_of(setting: Setting, result: TrainResult, metrics: Path, same_bits:
 
 
 def is_reached(run: Measured) -> bool:
-    """False if the run has a mark, frees its root as the marks do, and stays below."""
+    """False if the run has a mark, frees its root as the marks mean it, and stays below the mark."""
     return run.mark is None or not run.setting.root_is_freed or run.ratio >= run.mark
 
 
@@ -256,7 +257,7 @@ def table_of(measured: Sequence[Measured], title: str) -> Table:
 
 
 def as_json(measured: Sequence[Measured], model: str) -> dict[str, Any]:
-    """The figures, with what is worked out of them."""
+    """The figures as JSON values, with ratios and marks."""
     runs = [{**asdict(run), "ratio": run.ratio, "mark": run.mark} for run in measured if run.setting.codec != STOCK]
     return {"model": model, "ranks": NUM_RANKS, "first_counted_step": NUM_STEPS_LEFT_OUT + 1, "runs": runs}
 

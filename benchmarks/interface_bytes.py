@@ -44,7 +44,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_ciera import CieraPolicy, fully_shard, stats
-from fsdp_ciera.bench.netns import Cluster, InterfaceBytes, Run
+from fsdp_ciera.bench.netns import InterfaceBytes, NetnsCluster, RankProcesses
 from fsdp_ciera.errors import NetnsError, RankError
 
 STOCK = "stock FSDP2"
@@ -60,7 +60,7 @@ _START_TIMEOUT_S, _PASSES_TIMEOUT_S = 120.0, 600.0
 
 @dataclass(frozen=True)
 class Counted:
-    """What one rank says it sent in all passes, and what stock FSDP2 sends for the same, in bytes."""
+    """Bytes that one rank counts as sent in all passes, and bytes that stock FSDP2 sends for the same."""
 
     sent_bytes: int
     raw_bytes: int
@@ -69,7 +69,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank of one contender: what it counted beside what its interface did, in bytes."""
+    """One rank of one contender: the bytes that it counted, and those that its interface counted."""
 
     rank: int
     counted_bytes: int
@@ -97,7 +97,7 @@ def main() -> int:
     if arguments.hosts < 2 or arguments.passes < 1:
         parser.error("--hosts must be at least 2 and --passes at least 1")
     try:
-        cluster = Cluster(arguments.hosts, arguments.rate)
+        cluster = NetnsCluster(arguments.hosts, arguments.rate)
     except ValueError as error:
         parser.error(str(error))
     try:
@@ -118,8 +118,8 @@ def main() -> int:
     return 0 if agrees else 1
 
 
-def compare(cluster: Cluster, num_passes: int) -> dict[str, list[RankReport]]:
-    """Runs both contenders, one after the other in the same processes; reports of each, in rank order.
+def compare(cluster: NetnsCluster, num_passes: int) -> dict[str, list[RankReport]]:
+    """Runs both contenders, one after the other in the same processes. Returns the reports of each, in rank order.
 
     `cluster` is entered and left here. Raises `NetnsError` when there are no network namespaces to be had, `RankError`
     when a rank fails, `TimeoutError` when one does not get on.
@@ -145,7 +145,7 @@ def compare(cluster: Cluster, num_passes: int) -> dict[str, list[RankReport]]:
 
 
 def run_rank(folder: Path, num_passes: int) -> None:
-    """One rank, inside its namespace: both contenders, each when the harness says go."""
+    """Runs as one rank, inside its namespace: both contenders, each when the harness says go."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -203,7 +203,7 @@ class MoELayer(nn.Module):
 
 
 def run_passes(model: nn.Module, contender: str, num_passes: int) -> Counted:
-    """`forward_passes`, and what this rank counts as sent in them."""
+    """Runs `forward_passes`. Returns what this rank counts as sent in them."""
     forward_passes(model, num_passes)
     if contender == STOCK:
         sent_bytes = num_passes * stock_bytes_per_pass(model, dist.get_world_size())
@@ -213,7 +213,7 @@ def run_passes(model: nn.Module, contender: str, num_passes: int) -> Counted:
 
 
 def forward_passes(model: nn.Module, num_passes: int) -> None:
-    """Forward passes without gradient, with a small change of this rank's shards after each."""
+    """Runs forward passes without gradient, and changes this rank's shards a little after each."""
     random = torch.Generator().manual_seed(1 + dist.get_rank())
     tokens = torch.arange(8)
     with torch.no_grad():
@@ -253,7 +253,7 @@ def _report(rank: int, counted: Counted, interface: InterfaceBytes) -> RankRepor
     )
 
 
-def counters_at_rest(cluster: Cluster) -> list[InterfaceBytes]:
+def counters_at_rest(cluster: NetnsCluster) -> list[InterfaceBytes]:
     """The counters once nothing moves any more: an acknowledgement may come 40 ms after what it acknowledges."""
     earlier = cluster.interface_bytes()
     while True:
@@ -264,7 +264,7 @@ def counters_at_rest(cluster: Cluster) -> list[InterfaceBytes]:
         earlier = now
 
 
-def await_files(paths: Iterable[Path], run: Run | None = None, timeout_s: float = _PASSES_TIMEOUT_S) -> None:
+def await_files(paths: Iterable[Path], run: RankProcesses | None = None, timeout_s: float = _PASSES_TIMEOUT_S) -> None:
     """Waits until all `paths` exist. With `run`, raises `RankError` as soon as one of its ranks has failed."""
     deadline = time.monotonic() + timeout_s
     for path in paths:

@@ -110,7 +110,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Goal:
-    """What was to be reached, and what was; `None` where this run does not say."""
+    """The figure to reach (`wanted`) and the one that was reached (`found`), `None` where this run did not measure it."""
 
     text: str
     wanted: float
@@ -208,8 +208,8 @@ class DeviceTimer:
 # ---- cases
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 def make_values(fmt: FloatFormat, num_values: int, device: torch.device) -> torch.Tensor:
@@ -222,7 +222,7 @@ def make_values(fmt: FloatFormat, num_values: int, device: torch.device) -> torc
 
 
 def make_changed(values: torch.Tensor, fmt: FloatFormat, share: float) -> torch.Tensor:
-    """Of the changed values 90 % are moved by one unit in the last place, 8 % by up to 100, and 2 % are other numbers."""
+    """A copy with `share` of its values changed: 90 % of them by one unit in the last place, 8 % by up to 100, 2 % by 3000."""
     generator = torch.Generator(values.device).manual_seed(1)
     changed = values.clone().view(fmt.int_dtype)
     for part in changed.split(1 << 24):
@@ -270,24 +270,24 @@ class Changing:
         self.last = before.clone()
         self.out = torch.empty_like(before)
         self.turn = 0
-        self.found = [
+        self.changes = [
             kernels.find_changes(now, last.clone(), fmt, Form()) for now, last in ((before, after), (after, before))
         ]
 
     def find(self) -> None:
         self.turn += 1
         now = self.turn % 2
-        self.found[now] = self._kernels.find_changes(self.states[now], self.states[1 - now], self._fmt, Form())
+        self.changes[now] = self._kernels.find_changes(self.states[now], self.states[1 - now], self._fmt, Form())
 
     def apply(self) -> None:
         self.turn += 1
-        found = self.found[self.turn % 2]
-        assert found.changed is not None
-        received = Received(Form(), found.changed, None, found.small_moves, found.moves, found.literals)
+        changes = self.changes[self.turn % 2]
+        assert changes.changed is not None
+        received = Received(Form(), changes.changed, None, changes.small_moves, changes.moves, changes.literals)
         self._kernels.apply_changes(self.last, self._fmt, received, self.out)
 
     def has_found(self) -> bool:
-        """Whether what the last call of find found leads from one state to the other."""
+        """Whether the changes that the last call of find found lead from one state to the other."""
         self.last = self.states[1 - self.turn % 2].clone()
         self.turn -= 1
         self.apply()
@@ -316,19 +316,19 @@ def change_cases(kernels: Kernels, fmt: FloatFormat, values: torch.Tensor, timer
         after = make_changed(values, fmt, share)
         sets = [Changing(kernels, fmt, values.clone(), after.clone()) for _ in range(num_sets)]
         del after
-        found = sets[0].found[1]
-        num_bytes = 2 * value_bytes + bitmap_bytes + len(found.moves) + found.literals.nbytes
-        calls: list[Call] = [one.find for one in sets]
+        changes = sets[0].changes[1]
+        num_bytes = 2 * value_bytes + bitmap_bytes + len(changes.moves) + changes.literals.nbytes
+        calls: list[Call] = [buffers.find for buffers in sets]
         yield Case("find", share, "2 x values, bitmap, changes", num_bytes, calls, sets[0].has_found)
-        for one in sets:
-            one.last = one.states[one.turn % 2].clone()
-        calls = [one.apply for one in sets]
-        num_bytes += len(found.moves) * fmt.item_bytes
+        for buffers in sets:
+            buffers.last = buffers.states[buffers.turn % 2].clone()
+        calls = [buffers.apply for buffers in sets]
+        num_bytes += len(changes.moves) * fmt.item_bytes
         yield Case("apply", share, "values, out, bitmap, changes", num_bytes, calls, sets[0].is_right)
 
 
 def host_cases(kernels: Kernels, fmt: FloatFormat, values: torch.Tensor, timer: Timer) -> Iterator[Case]:
-    """Of the kernels that work on one run on CPU."""
+    """The cases of the kernels that work on one run on CPU."""
     for cases in (plane_cases, scan_cases, change_cases):
         yield from cases(kernels, fmt, values, timer)
 
@@ -337,7 +337,7 @@ def host_cases(kernels: Kernels, fmt: FloatFormat, values: torch.Tensor, timer: 
 
 
 def tile_cases(kernels: TileKernels, fmt: FloatFormat, values: torch.Tensor, timer: Timer) -> Iterator[Case]:
-    """Of the kernels that work on all runs of all peers. Names are those of `host_cases`, and three of symbols behind them."""
+    """The cases of the kernels that work on all runs of all peers: those of `host_cases`, then three of symbols."""
     num_values, value_bytes, device = len(values), values.nbytes, values.device
     tiles = make_tiles([(0, num_values)], device, block_size=BLOCK_SIZE)
     sets = [values.clone() for _ in range(timer.num_sets(value_bytes))]
@@ -369,9 +369,9 @@ def tile_cases(kernels: TileKernels, fmt: FloatFormat, values: torch.Tensor, tim
         ]
         del after
         sent_bytes, octet_bytes = changing[0].sent_bytes(), changing[0].octet_bytes()
-        finds: list[Call] = [one.find for one in changing]
+        finds: list[Call] = [buffers.find for buffers in changing]
         yield Case("find", share, "2 x values, bitmap, changes", num_bytes + sent_bytes, finds, changing[0].has_found)
-        applies: list[Call] = [one.apply for one in changing]
+        applies: list[Call] = [buffers.apply for buffers in changing]
         yield Case(
             "apply", share, "bitmap, changes, octets", sent_bytes + octet_bytes, applies, changing[0].has_applied
         )
@@ -382,9 +382,9 @@ def tile_cases(kernels: TileKernels, fmt: FloatFormat, values: torch.Tensor, tim
     )
     symbols = [SentSymbols(kernels, tiles, fmt, own) for own in sets[: timer.num_sets(value_bytes + sent_bytes)]]
     side_bytes = symbols[0].side_bytes()
-    scanned: list[Call] = [one.scan for one in symbols]
-    put: list[Call] = [one.put for one in symbols]
-    merged: list[Call] = [one.merge for one in symbols]
+    scanned: list[Call] = [payload.scan for payload in symbols]
+    put: list[Call] = [payload.put for payload in symbols]
+    merged: list[Call] = [payload.merge for payload in symbols]
     is_right = symbols[0].is_right
     yield Case("scan symbols", None, "values, tops, escapes", value_bytes + side_bytes, scanned, is_right)
     yield Case("put nibbles", None, "values, nibbles", value_bytes + nibble_bytes, put, is_right)
@@ -415,12 +415,12 @@ class SentSymbols:
 
     def scan(self) -> None:
         kernels, values, tiles, fmt = self._kernels, self._values, self._tiles, self._fmt
-        found = kernels.scan_symbols(values, tiles, fmt)
-        self._tops = found.tops
-        table = kernels.section_table(kernels.symbol_sizes(found, tiles), self._sections_at, TILES)
+        scan = kernels.scan_symbols(values, tiles, fmt)
+        self._tops = scan.tops
+        table = kernels.section_table(kernels.symbol_sizes(scan, tiles), self._sections_at, TILES)
         self._data[0, : self.TABLE_BYTES].copy_(table.view(torch.uint8))
         room = SectionRoom(self._data[0, self._sections_at :], table, self._sections_at, 0)
-        kernels.pack_symbols(values, tiles, fmt, found, room)
+        kernels.pack_symbols(values, tiles, fmt, scan, room)
 
     def put(self) -> None:
         self._kernels.put_nibbles(self._values, self._tiles, self._fmt, self._tops, self._nibbles)
@@ -430,11 +430,11 @@ class SentSymbols:
         self._kernels.merge_symbols(payloads, self.TABLE_BYTES, self._tiles, self._fmt, self._out[None], self._damage)
 
     def side_bytes(self) -> int:
-        """Of the sections."""
+        """Bytes of the sections."""
         return (int(self._data[0, 16:24].view(torch.int64)) & (1 << 56) - 1) - self._sections_at
 
     def is_right(self) -> bool:
-        """Whether what is in the payload gives the values."""
+        """Whether the payload decodes to the values."""
         self._out.zero_()
         self.merge()
         return same_bits(self._out, self._values) and not self._damage.item()
@@ -476,13 +476,13 @@ class TileChanging:
         room = 2 * before.nbytes + 4096
         self._arenas = [torch.zeros(room, dtype=torch.uint8, device=device) for _ in range(2)]
         self._tables = [torch.empty(0)] * 2
-        self._found = self._applied = 0  # the numbers of the states that the last calls led to
+        self._found_state = self._applied_state = 0  # the numbers of the states that the last calls led to
         for _ in range(2):
             self.find()
         self._sent = [self._payload(number) for number in range(2)]
 
     def find(self) -> None:
-        self._found = number = 1 - self._found
+        self._found_state = number = 1 - self._found_state
         fresh, last, tiles, fmt = self.states[number], self.states[1 - number], self._tiles, self._fmt
         scan = self._kernels.scan_values(fresh, last, tiles, fmt, BYTE_ESCAPE)
         sizes = self._kernels.change_sizes(scan, tiles, fmt.item_bytes)
@@ -491,14 +491,14 @@ class TileChanging:
         self._kernels.pack_values(fresh, last, tiles, fmt, BYTE_ESCAPE, scan, room)
 
     def apply(self) -> None:
-        self._applied = 1 - self._applied
-        self._apply(self._sent[self._applied], self._rows)
+        self._applied_state = 1 - self._applied_state
+        self._apply(self._sent[self._applied_state], self._rows)
 
     def _apply(self, payloads: Payloads, rows: torch.Tensor) -> None:
         self._kernels.apply_values(payloads, self._tiles, self._fmt, BYTE_ESCAPE, rows, self._damage)
 
     def _payload(self, number: int) -> Payloads:
-        """What leads to a state."""
+        """The payload that leads to a state."""
         arena = self._arenas[number]
         data = torch.zeros(1, self.ARENA_AT + len(arena), dtype=torch.uint8, device=arena.device)
         data[0, : self.TABLE_BYTES] = self._tables[number].view(torch.uint8)
@@ -506,24 +506,24 @@ class TileChanging:
         return Payloads(data, 1, self._row_ok, 0, self.TABLE_BYTES, 0)
 
     def sent_bytes(self) -> int:
-        """Of all sections."""
+        """Bytes of all sections."""
         return (int(self._tables[1][-1]) & (1 << 56) - 1) - self.ARENA_AT
 
     def octet_bytes(self) -> int:
-        """Of the octets in which something changed, read and written."""
+        """Bytes of the octets in which a value changed, counted twice: read and written."""
         before, after = (state.view(self._fmt.int_dtype) for state in self.states)
         differs = torch.nn.functional.pad(before != after, (0, -len(before) % 8)).view(-1, 8)
         return 2 * 8 * self._fmt.item_bytes * int(differs.any(dim=1).sum())
 
     def has_found(self) -> bool:
-        """Whether what the last call of find packed leads from one state to the other."""
-        rows = self.states[1 - self._found].clone()[None]
-        self._apply(self._payload(self._found), rows)
-        return same_bits(rows[0], self.states[self._found]) and not self._damage.item()
+        """Whether the payload that the last call of find packed leads from one state to the other."""
+        rows = self.states[1 - self._found_state].clone()[None]
+        self._apply(self._payload(self._found_state), rows)
+        return same_bits(rows[0], self.states[self._found_state]) and not self._damage.item()
 
     def has_applied(self) -> bool:
         """Whether the row is in the state that the last call of apply led to."""
-        return same_bits(self._rows[0], self.states[self._applied]) and not self._damage.item()
+        return same_bits(self._rows[0], self.states[self._applied_state]) and not self._damage.item()
 
 
 def measure(
@@ -534,7 +534,7 @@ def measure(
     timer: Timer,
     console: Console,
 ) -> list[Rate]:
-    """All cases, with a progress bar. Sizes are in MiB of bf16, so of half as many values in 2**20."""
+    """Measures all cases, with a progress bar. Sizes are in MiB of bf16, so of half as many values in 2**20."""
     implementations: dict[str, Callable[[FloatFormat, torch.Tensor, Timer], Iterator[Case]]]
     if chosen_for(device) == "cuda":
         implementations = {"cuda": partial(tile_cases, cuda)}
@@ -579,7 +579,7 @@ def measure(
 
 
 def identity(device: torch.device) -> dict[str, str]:
-    """What the figures belong to."""
+    """What was measured, and on what: PTX file, host sources, device, driver, torch."""
     return {
         "ptx_sha256": hashlib.sha256(PTX_FILE.read_bytes()).hexdigest(),
         "host_sources": host.source_digest(host.FOLDER),
@@ -600,7 +600,7 @@ def processor_name() -> str:
 
 
 def driver_version() -> str:
-    """Of the NVIDIA driver, where nvidia-smi tells it."""
+    """The version of the NVIDIA driver, where nvidia-smi tells it."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return f"unknown (torch for CUDA {torch.version.cuda})"
@@ -613,7 +613,7 @@ def driver_version() -> str:
 
 
 def goals_of(rates: Sequence[Rate], device_name: str, num_threads: int) -> list[Goal]:
-    """Each with the worst figure that counts for it."""
+    """The goals, each with the worst figure that counts for it."""
     on_device = [
         rate for rate in rates if rate.implementation == "cuda" and rate.mib > GOAL_MIB and GOAL_DEVICE in device_name
     ]
@@ -631,14 +631,14 @@ def goals_of(rates: Sequence[Rate], device_name: str, num_threads: int) -> list[
         if rate.mib == HOST_GOAL_MIB and rate.format == "bf16" and num_threads == 1
     }
     for name, wanted in HOST_GOALS.items():
-        found = []
+        speedups = []
         for changed in SHARES if name == "find + apply" else (None,):
             parts = [(kernel, changed) for kernel in name.split(" + ")]
-            if all((*part, one) in counts for part in parts for one in ("host", "reference")):
-                slow, fast = (sum(counts[*part, one] for part in parts) for one in ("reference", "host"))
-                found.append(slow / fast)
+            if all((*part, build) in counts for part in parts for build in ("host", "reference")):
+                slow, fast = (sum(counts[*part, build] for part in parts) for build in ("reference", "host"))
+                speedups.append(slow / fast)
         text = f"CPU, one core, {HOST_GOAL_MIB} MiB of bf16: {name}, times the torch reference"
-        goals.append(Goal(text, wanted, min(found, default=None)))
+        goals.append(Goal(text, wanted, min(speedups, default=None)))
     return goals
 
 
@@ -651,7 +651,7 @@ def reference_of(rate: Rate, rates: Sequence[Rate]) -> Rate | None:
 
 
 def compared(rates: Sequence[Rate]) -> list[Rate]:
-    """All but what only stands beside another implementation."""
+    """The rates to show: all but those of the torch reference, if there are others."""
     chosen = [rate for rate in rates if rate.implementation != "reference"]
     return chosen or list(rates)
 
@@ -691,9 +691,9 @@ def goal_table(goals: Sequence[Goal]) -> Table:
         table.add_column(heading, justify="right" if heading in ("wanted", "found") else "left", no_wrap=True)
     colours = {"reached": "green", "not reached": "red", "not measured here": "dim"}
     for goal in goals:
-        found = "" if goal.found is None else f"{goal.found:.1f}"
+        reached = "" if goal.found is None else f"{goal.found:.1f}"
         colour = colours[goal.verdict]
-        table.add_row(goal.text, f"{goal.wanted:g}", found, f"[{colour}]{goal.verdict}[/{colour}]")
+        table.add_row(goal.text, f"{goal.wanted:g}", reached, f"[{colour}]{goal.verdict}[/{colour}]")
     return table
 
 
@@ -723,14 +723,14 @@ def draw(rates: Sequence[Rate], title: str, path: str) -> None:
             bars.append((beside, GREY))
         height = 0.8 / num_bars
         for number, (rate, colour) in enumerate(bars):
-            place = row - 0.4 + (number + 0.5) * height
-            axis.barh(place, rate.share, height=0.9 * height, color=colour)
+            position = row - 0.4 + (number + 0.5) * height
+            axis.barh(position, rate.share, height=0.9 * height, color=colour)
             speed = f"{rate.gb_per_s:,.0f}" if rate.gb_per_s >= 100 else f"{rate.gb_per_s:.3g}"
             text = f"{rate.share:.0f} %, {speed} GB/s"
             if beside is not None and rate is not beside and rate.mib == largest:
                 text += f", {beside.seconds / rate.seconds:.1f}x the reference"
             background = {"facecolor": "white", "edgecolor": "none", "pad": 0.3}
-            axis.text(rate.share + 0.008 * most, place, text, va="center", fontsize=7.5, bbox=background, zorder=4)
+            axis.text(rate.share + 0.008 * most, position, text, va="center", fontsize=7.5, bbox=background, zorder=4)
         if shown[0].implementation == "cuda":
             goal = COPY_GOALS.get(name.split()[0], EVERY_GOAL)
             axis.plot([goal, goal], [row - 0.44, row + 0.44], color=GOAL_COLOUR, linewidth=1.6, zorder=3)
@@ -800,7 +800,7 @@ def main() -> None:
     console.print(table_of(rates, title, caption))
     console.print(goal_table(goals))
     if arguments.json:
-        found = {
+        summary = {
             "title": title,
             "identity": about,
             "threads": arguments.threads,
@@ -809,7 +809,7 @@ def main() -> None:
             "goals": [{**asdict(goal), "verdict": goal.verdict} for goal in goals],
         }
         with open(arguments.json, "w") as file:
-            json.dump(found, file, indent=1)
+            json.dump(summary, file, indent=1)
     if arguments.plot:
         draw(rates, f"{title}\nPTX {about['ptx_sha256'][:12]}, driver {about['driver']}", arguments.plot)
         console.print(f"picture: {arguments.plot}")

@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def run_rank(arguments: argparse.Namespace) -> int:
-    """One rank: all runs, one after the other; rank 0 reports."""
+    """Does all runs as one rank, one after the other; rank 0 reports."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     figures = [figure(lr, way, arguments.out) for lr in arguments.lr for way in WAYS]
@@ -71,11 +71,11 @@ def run_rank(arguments: argparse.Namespace) -> int:
             arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
     dist.barrier()
     dist.destroy_process_group()
-    return int(any(abs(one["error"]) > MOST_ERROR for one in figures))
+    return int(any(abs(run["error"]) > MOST_ERROR for run in figures))
 
 
 def figure(lr: float, way: str, out: Path) -> dict[str, Any]:
-    """One run: what was promised and what was sent, in bytes a step of rank 0."""
+    """Does one run. Returns what was promised and what was sent, in bytes a step of rank 0."""
     recipe = recipe_of(lr, way, out)
     result = train(recipe, show=Progress)
     assert result.stats is not None
@@ -107,22 +107,22 @@ def recipe_of(lr: float, way: str, out: Path) -> Recipe:
 
 
 def report(figures: list[dict[str, Any]]) -> None:
-    """The figures as a table."""
+    """Prints the figures as a table."""
     table = Table(
         title=f"wire bytes of rank 0 a step, planned and sent in steps {FIRST_STEP} to {FIRST_STEP + NUM_STEPS - 1}"
     )
     for column in ("LR", "rates", "codecs", "raw MB", "planned MB", "sent MB", "off by"):
         table.add_column(column, justify="left" if column in ("rates", "codecs") else "right")
-    for one in figures:
+    for run in figures:
         table.add_row(
-            f"{one['lr']:g}",
-            one["rates"],
-            ", ".join(one["codecs"]),
-            f"{one['raw_bytes'] / 1e6:,.1f}",
-            f"{one['planned_bytes'] / 1e6:,.3f}",
-            f"{one['sent_bytes'] / 1e6:,.3f}",
-            f"{100 * one['error']:+.1f} %",
-            style=None if abs(one["error"]) <= MOST_ERROR else "bold red",
+            f"{run['lr']:g}",
+            run["rates"],
+            ", ".join(run["codecs"]),
+            f"{run['raw_bytes'] / 1e6:,.1f}",
+            f"{run['planned_bytes'] / 1e6:,.3f}",
+            f"{run['sent_bytes'] / 1e6:,.3f}",
+            f"{100 * run['error']:+.1f} %",
+            style=None if abs(run["error"]) <= MOST_ERROR else "bold red",
         )
     Console(width=110).print(table)
 

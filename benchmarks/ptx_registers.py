@@ -33,17 +33,17 @@ class PtxasError(RuntimeError):
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one kernel on one architecture."""
+    """What one kernel uses on one architecture."""
 
     registers: int
     shared_bytes: int
     stack_bytes: int
     spill_bytes: int
-    """Stored and loaded."""
+    """Bytes stored and loaded, together."""
 
 
 def assemble(ptx_file: Path, architecture: str) -> dict[str, Usage]:
-    """Usage by kernel, in the order of the file. Raises `PtxasError`."""
+    """The usage of each kernel, in the order of the file. Raises `PtxasError`."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["ptxas", "-v", f"-arch={architecture}", str(ptx_file), "-o", str(Path(folder, "kernels.cubin"))]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -60,10 +60,12 @@ def assemble(ptx_file: Path, architecture: str) -> dict[str, Usage]:
 
 
 def table_of(usages: dict[str, dict[str, Usage]]) -> str:
-    """Markdown, of usages by architecture. A plus marks spills."""
+    """A Markdown table of usages by architecture. A plus marks spills."""
     lines = ["| kernel | " + " | ".join(usages) + " | shared bytes |", "|---|" + "---|" * (len(usages) + 1)]
     for name, first in next(iter(usages.values())).items():
-        registers = [f"{of[name].registers}{'+' if of[name].spill_bytes else ''}" for of in usages.values()]
+        registers = [
+            f"{kernels[name].registers}{'+' if kernels[name].spill_bytes else ''}" for kernels in usages.values()
+        ]
         lines.append(f"| `{name}` | " + " | ".join(registers) + f" | {first.shared_bytes} |")
     return "\n".join(lines)
 

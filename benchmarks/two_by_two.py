@@ -38,7 +38,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fsdp_ciera import CieraPolicy, stats
-from fsdp_ciera.bench.netns import Cluster, Run
+from fsdp_ciera.bench.netns import NetnsCluster, RankProcesses
 from fsdp_ciera.errors import NetnsError, RankError
 
 NUM_HOSTS = 2
@@ -46,7 +46,7 @@ MARK_RATIO, MARK_CACHE = 1.9, 2.0
 CODECS = ("raw", "entropy", "exponent_block", "exponent_delta", "value_delta")
 FLAT, HIERARCHICAL = "flat", "hierarchical"
 PLAIN_BYTES = 8 * 2**20
-"""What each rank contributes to the plain all-gathers."""
+"""Bytes that each rank contributes to a plain all-gather."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +72,15 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one contender did in all counted passes."""
+    """Bytes and caches of one contender, over all counted passes."""
 
     contender: Contender
     host_bytes: list[int]
-    """What left each host, by its interface: payloads, headers of ours, of gloo and of TCP/IP."""
+    """Bytes that left each host, by its interface: payloads, headers of ours, of gloo and of TCP/IP."""
     cache_bytes: int
-    """Of rank 0."""
+    """Bytes of rank 0's caches."""
     by_link: dict[str, int]
-    """What rank 0 counts as sent, in all passes."""
+    """Bytes that rank 0 counts as sent, in all passes, by link."""
 
 
 def main() -> int:
@@ -112,7 +112,7 @@ def main() -> int:
         console.print(text, highlight=False)
     if arguments.json is not None:
         figures = {"hosts": NUM_HOSTS, "ranks_per_host": arguments.ranks_per_host, "passes": arguments.passes}
-        figures |= {"plain_bytes": PLAIN_BYTES, "measured": [asdict(one) for one in measured]}
+        figures |= {"plain_bytes": PLAIN_BYTES, "measured": [asdict(run) for run in measured]}
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
     if arguments.plot is not None:
         draw(measured, arguments.passes, arguments.ranks_per_host, arguments.plot)
@@ -132,12 +132,16 @@ def measure(contenders: Sequence[Contender], ranks_per_host: int, num_passes: in
     Raises `NetnsError` when there are no network namespaces to be had, `RankError` when a rank fails.
     """
     num_ranks = NUM_HOSTS * ranks_per_host
-    codecs = [one.codec for one in contenders if one.codec is not None and one.topology == FLAT]
+    codecs = [contender.codec for contender in contenders if contender.codec is not None and contender.topology == FLAT]
     measured = []
-    with tempfile.TemporaryDirectory(prefix="ciera-hosts-") as name, Cluster(NUM_HOSTS) as cluster, Progress() as bar:
+    with (
+        tempfile.TemporaryDirectory(prefix="ciera-hosts-") as name,
+        NetnsCluster(NUM_HOSTS) as cluster,
+        Progress() as bar,
+    ):
         folder = Path(name)
         argv = [sys.executable, __file__, "--rank-folder", name, "--passes", str(num_passes)]
-        run: Run = cluster.start([*argv, "--codecs", *codecs], ranks_per_host=ranks_per_host)
+        run: RankProcesses = cluster.start([*argv, "--codecs", *codecs], ranks_per_host=ranks_per_host)
         task = bar.add_task("measuring", total=len(contenders))
         for index, contender in enumerate(contenders):
             bar.update(task, description=str(contender))
@@ -155,11 +159,11 @@ def measure(contenders: Sequence[Contender], ranks_per_host: int, num_passes: in
 
 
 def run_rank(folder: Path, contenders: Sequence[Contender], num_passes: int) -> None:
-    """One rank, inside its namespace: all contenders, each when the harness says go."""
+    """Runs as one rank, inside its namespace: all contenders, each when the harness says go."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks_per_host = dist.get_rank(), int(os.environ["LOCAL_WORLD_SIZE"])
-    groups = between_hosts(ranks_per_host)
+    process_groups = between_hosts(ranks_per_host)
     for index, contender in enumerate(contenders):
         model = None
         if not contender.is_plain:
@@ -170,7 +174,7 @@ def run_rank(folder: Path, contenders: Sequence[Contender], num_passes: int) -> 
         (folder / f"{index} ready {rank}").touch()
         await_files([folder / f"{index} go"])
         if model is None:
-            plain_all_gather(None if contender.topology == FLAT else groups[rank % ranks_per_host])
+            plain_all_gather(None if contender.topology == FLAT else process_groups[rank % ranks_per_host])
         else:
             forward_passes(model, num_passes)
         links = {link: count - earlier.get(link, 0) for link, count in links_of(model, contender).items()}
@@ -183,33 +187,33 @@ def run_rank(folder: Path, contenders: Sequence[Contender], num_passes: int) -> 
 
 
 def between_hosts(ranks_per_host: int) -> list[dist.ProcessGroup]:
-    """The groups of ranks of equal number on their hosts."""
+    """The process groups of ranks that have the same number on their hosts."""
     num_ranks = dist.get_world_size()
     return [dist.new_group(list(range(number, num_ranks, ranks_per_host))) for number in range(ranks_per_host)]
 
 
-def plain_all_gather(group: dist.ProcessGroup | None) -> None:
-    """One `all_gather_into_tensor` of `PLAIN_BYTES` a rank."""
-    size = dist.get_world_size(group)
+def plain_all_gather(process_group: dist.ProcessGroup | None) -> None:
+    """Does one `all_gather_into_tensor` of `PLAIN_BYTES` a rank."""
+    size = dist.get_world_size(process_group)
     output = torch.empty(size * PLAIN_BYTES, dtype=torch.uint8)
-    dist.all_gather_into_tensor(output, torch.ones(PLAIN_BYTES, dtype=torch.uint8), group=group)
+    dist.all_gather_into_tensor(output, torch.ones(PLAIN_BYTES, dtype=torch.uint8), group=process_group)
 
 
 def links_of(model: torch.nn.Module | None, contender: Contender) -> dict[str, int]:
-    """What this rank counts as sent so far."""
+    """Bytes that this rank counts as sent so far, by link."""
     if model is None or contender.codec is None:
         return {}
     return {link: amount.wire_bytes for link, amount in stats(model).by_link.items()}
 
 
-def host_megabytes(one: Measured, num_passes: int) -> float:
+def host_megabytes(run: Measured, num_passes: int) -> float:
     """MB a pass that leave the host that sends the most."""
-    return max(one.host_bytes) / num_passes / 1e6
+    return max(run.host_bytes) / num_passes / 1e6
 
 
 def find(measured: Sequence[Measured], codec: str, topology: str) -> Measured:
     """The run of `codec` in `topology`."""
-    return next(m for m in measured if m.contender.codec == codec and m.contender.topology == topology)
+    return next(run for run in measured if run.contender.codec == codec and run.contender.topology == topology)
 
 
 def verdict_of(measured: Sequence[Measured], codec: str, limit: float) -> tuple[bool, str]:
@@ -228,37 +232,37 @@ def verdict_of(measured: Sequence[Measured], codec: str, limit: float) -> tuple[
 
 
 def plain_table(measured: Sequence[Measured], ranks_per_host: int) -> Table:
-    """The plain all-gathers, in shards."""
+    """A table of the plain all-gathers, in shards."""
     shard = f"{PLAIN_BYTES / 2**20:.0f} MiB"
     result = Table(title=f"Plain all-gather, {NUM_HOSTS} hosts x {ranks_per_host} ranks, {shard} a rank", box=SIMPLE)
     for heading in ("", "host", "MB out", "shards out"):
         result.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    for one in measured:
-        if one.contender.is_plain:
-            what = "all ranks, one group" if one.contender.topology == FLAT else "between hosts only"
-            for host, sent in enumerate(one.host_bytes):
-                result.add_row("" if host else what, str(host), f"{sent / 1e6:.2f}", f"{sent / PLAIN_BYTES:.3f}")
+    for run in measured:
+        if run.contender.is_plain:
+            label = "all ranks, one group" if run.contender.topology == FLAT else "between hosts only"
+            for host, sent in enumerate(run.host_bytes):
+                result.add_row("" if host else label, str(host), f"{sent / 1e6:.2f}", f"{sent / PLAIN_BYTES:.3f}")
     return result
 
 
 def table(measured: Sequence[Measured], num_passes: int, ranks_per_host: int) -> Table:
-    """What leaves a host (the one that sends the most), and the caches of rank 0."""
+    """A table of what leaves a host (the one that sends the most), and of rank 0's caches."""
     result = Table(title=f"Out of a host in a forward pass, {NUM_HOSTS} hosts x {ranks_per_host} ranks", box=SIMPLE)
     for heading in ("", "topology", "MB out", "stock / this", "flat / this", "cache MB"):
         result.add_column(heading, justify="left" if heading in ("", "topology") else "right", no_wrap=True)
-    stock = next(one for one in measured if one.contender.codec is None and not one.contender.is_plain)
-    for one in measured:
-        if one.contender.is_plain:
+    stock = next(run for run in measured if run.contender.codec is None and not run.contender.is_plain)
+    for run in measured:
+        if run.contender.is_plain:
             continue
-        codec, topology = one.contender.codec, one.contender.topology
-        flat = "" if codec is None or topology == FLAT else ratio_text(find(measured, codec, FLAT), one)
+        codec, topology = run.contender.codec, run.contender.topology
+        flat = "" if codec is None or topology == FLAT else ratio_text(find(measured, codec, FLAT), run)
         result.add_row(
-            one.contender.name if topology == FLAT else "",
+            run.contender.name if topology == FLAT else "",
             topology,
-            f"{host_megabytes(one, num_passes):.3f}",
-            ratio_text(stock, one),
+            f"{host_megabytes(run, num_passes):.3f}",
+            ratio_text(stock, run),
             flat,
-            f"{one.cache_bytes / 1e6:.1f}",
+            f"{run.cache_bytes / 1e6:.1f}",
         )
     return result
 
@@ -275,8 +279,8 @@ def draw(measured: Sequence[Measured], num_passes: int, ranks_per_host: int, pat
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    codecs = [one.contender.name for one in measured if one.contender.codec and one.contender.topology == FLAT]
-    stock = next(one for one in measured if one.contender.codec is None and not one.contender.is_plain)
+    codecs = [run.contender.name for run in measured if run.contender.codec and run.contender.topology == FLAT]
+    stock = next(run for run in measured if run.contender.codec is None and not run.contender.is_plain)
     figure, panels = plt.subplots(1, 2, figsize=(12, 4), sharey=True)
     for topology, shift, color in ((FLAT, -0.2, "#9aa5b1"), (HIERARCHICAL, 0.2, "#1f6feb")):
         runs: list[Any] = [find(measured, codec, topology) for codec in codecs]

@@ -9,9 +9,9 @@
 
 For a model that is already under FSDP2: `attach(model, policy)`.
 
-What plans are made of (`Link`, `CodecCost`, `Plan`) is in `fsdp_ciera.planning`; help for tests in `fsdp_ciera.testing`.
+The vocabulary of plans (`Link`, `CodecCost`, `Plan`) is in `fsdp_ciera.planning`; help for tests is in `fsdp_ciera.testing`.
 
-Names are imported when they are first used, so that what needs no torch (`ciera --help`) does not wait for it.
+Names are imported when they are first used, so that a call that needs no torch (`ciera --help`) does not wait for it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _NAMES = {
     "profiling.profiler": ("Profiler",),
     "statistics": ("Bytes", "CieraStats"),
 }
-"""By module: what is imported from it, the same as above."""
+"""The names that are imported from each module, the same as above."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 

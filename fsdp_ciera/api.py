@@ -34,7 +34,7 @@ ModuleT = TypeVar("ModuleT", nn.Module, list[nn.Module])
 
 @dataclass(frozen=True)
 class AttachReport:
-    """What `attach` did: the FSDP modules that gather through fsdp_ciera from now on."""
+    """The FSDP modules that gather through fsdp_ciera since `attach`."""
 
     modules: tuple[str, ...]
     num_groups: int
@@ -57,16 +57,16 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     **newer_arguments: Any,
 ) -> ModuleT:
-    """torch's `fully_shard`, and with a `ciera_policy` the module's all-gathers run through fsdp_ciera.
+    """Calls torch's `fully_shard`. With a `ciera_policy`, the module's all-gathers run through fsdp_ciera.
 
-    Every other argument goes to torch unchanged, also those of a newer torch that are not named here; what is `None` is left to
-    torch's own default. The return value is torch's. Without a policy the module is stock FSDP2. All ranks must pass the same
-    policy; the first gather checks that. For what it costs see `CieraPolicy`.
+    Every other argument goes to torch unchanged, also those of a newer torch that are not named here; an argument that is
+    `None` is left to torch's own default. The return value is torch's. Without a policy the module is stock FSDP2. All ranks
+    must pass the same policy; the first gather checks that. For what it costs see `CieraPolicy`.
 
-    Raises `CieraPolicyError` when `ciera_policy` is no `CieraPolicy`, or when the module is already under FSDP2 (then
-    `attach` is the call), and whatever torch's `fully_shard` raises.
+    Raises `CieraPolicyError` when `ciera_policy` is no `CieraPolicy`, or when the module is already under FSDP2 (call `attach`
+    then), and whatever torch's `fully_shard` raises.
     """
-    named = {
+    named_arguments = {
         "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,
         "shard_placement_fn": shard_placement_fn,
@@ -74,20 +74,20 @@ def fully_shard(
         "offload_policy": offload_policy,
         "ignored_params": ignored_params,
     }
-    fsdp_arguments = {name: value for name, value in named.items() if value is not None} | newer_arguments
+    fsdp_arguments = {name: value for name, value in named_arguments.items() if value is not None} | newer_arguments
     if ciera_policy is None:
         return cast(ModuleT, torch_fully_shard(module, **fsdp_arguments))
     _check_policy(ciera_policy, "ciera_policy")
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
-    for one in modules:
-        if isinstance(one, FSDPModule):
+    for submodule in modules:
+        if isinstance(submodule, FSDPModule):
             raise CieraPolicyError(
-                f"{type(one).__name__} is already under FSDP2, so fully_shard(ciera_policy=...) cannot shard it again: "
+                f"{type(submodule).__name__} is already under FSDP2, so fully_shard(ciera_policy=...) cannot shard it again: "
                 "call fsdp_ciera.attach(model, policy) to compress the all-gathers of a model that is already sharded"
             )
     sharded = torch_fully_shard(module, **fsdp_arguments)
-    for group in param_groups(modules[0]):
-        set_comm(group, CieraAllGather(group, ciera_policy, Session.of))
+    for param_group in param_groups(modules[0]):
+        set_comm(param_group, CieraAllGather(param_group, ciera_policy, Session.of))
     return cast(ModuleT, sharded)
 
 
@@ -98,22 +98,22 @@ def attach(model: nn.Module, policy: CieraPolicy) -> AttachReport:
     """Compresses the all-gathers of every FSDP2 module in `model`, whoever sharded it, from the next gather on.
 
     Call it on all ranks with the same policy, at any time between steps. Modules with several parameter groups (experts
-    on a mesh of their own) get one collective per group.
+    on a mesh of their own) get one collective per parameter group.
 
-    Raises `CieraPolicyError` when there is no FSDP2 module or the policy is none, `CieraConflictError` when a module
-    already has a custom all-gather (ours or another); then nothing has been changed.
+    Raises `CieraPolicyError` when there is no FSDP2 module or `policy` is no `CieraPolicy`, and `CieraConflictError` when a
+    module already has a custom all-gather (ours or another). Either way nothing has been changed.
     """
     _check_policy(policy, "policy")
     if not isinstance(model, nn.Module):
         raise CieraPolicyError(f"model={model!r} must be the torch module that holds the FSDP2 modules")
-    found = list(_fsdp_modules(model))
-    if not found:
+    fsdp_modules = list(_fsdp_modules(model))
+    if not fsdp_modules:
         raise CieraPolicyError(
             f"{type(model).__name__} holds no FSDP2 module: call fully_shard on it first, or "
             "fsdp_ciera.fully_shard(module, ciera_policy=policy) instead"
         )
-    for name, group in _groups(model):
-        comm = get_comm(group)
+    for name, param_group in _named_param_groups(model):
+        comm = get_comm(param_group)
         if isinstance(comm, CieraAllGather):
             raise CieraConflictError(f"module {name!r} already has a CieraPolicy: call fsdp_ciera.detach(model) first")
         if not is_default_comm(comm):
@@ -122,61 +122,70 @@ def attach(model: nn.Module, policy: CieraPolicy) -> AttachReport:
                 "all-gather, so it cannot be combined with symmetric memory, process-group allocation or another "
                 "custom one. Turn that off before attach()"
             )
-    groups = list(_groups(model))
-    for _, group in groups:
-        set_comm(group, CieraAllGather(group, policy, Session.of))
-    world_size = max((shard_world_size(group) for _, group in groups), default=1)
-    return AttachReport(tuple(name for name, _ in found), len(groups), world_size)
+    attached = [param_group for _, param_group in _named_param_groups(model)]
+    for param_group in attached:
+        set_comm(param_group, CieraAllGather(param_group, policy, Session.of))
+    world_size = max(map(shard_world_size, attached), default=1)
+    return AttachReport(tuple(name for name, _ in fsdp_modules), len(attached), world_size)
 
 
 def detach(model: nn.Module) -> None:
     """Makes every FSDP2 module in `model` gather as stock FSDP2 again, and frees the caches. Call it on all ranks."""
-    for _, group in _groups(model):
-        comm = get_comm(group)
+    for _, param_group in _named_param_groups(model):
+        comm = get_comm(param_group)
         if isinstance(comm, CieraAllGather):
-            restore_default_comm(group)
+            restore_default_comm(param_group)
             comm.release()
             if isinstance(comm.session, Session):
                 comm.session.remove(comm)
 
 
 def invalidate(model: nn.Module) -> None:
-    """Drops all caches of `model`: the next gather of every group is a full one.
+    """Drops all caches of `model`: the next gather of every parameter group is a full one.
 
     Never needed for correctness (the encoder compares bytes, so `load_state_dict` and `param.data` writes are seen); it
     frees memory, and clears doubt after an exception. One rank alone may call it: the others follow. On CPU the memory is
     free at once. On CUDA this rank must first send what it has agreed on: the memory is free, and gathers are full ones,
-    from the next agreement on, which is the next forward pass or `settle_sizes`.
+    from the next agreement on, which comes with the next forward pass or `settle_sizes`.
     """
     for comm in _comms(model):
         comm.invalidate()
 
 
 def settle_sizes(model: nn.Module) -> int:
-    """Agrees on the payloads of all groups of `model` at once, right now.
+    """Agrees on the payloads of all parameter groups of `model` at once, right now.
 
-    Optional: the first gather of a forward pass does it by itself. Call it on all ranks after `optimizer.step()` where the wait
-    for the slowest rank suits you better there. Groups that have not been gathered yet, or whose parameters are gathered now,
-    are left out, and so are the backward gathers of `reshard_after_forward=<int>`. Weights may change afterwards: on CPU the
-    next gather notices, on all ranks, and sends the shards as they are; on CUDA the next pass agrees once more.
+    Optional: the first gather of a forward pass agrees by itself. Call it on all ranks after `optimizer.step()` where the wait
+    for the slowest rank suits you better there. Parameter groups that have not been gathered yet, or whose parameters are
+    gathered now, are left out, and so are the backward gathers of `reshard_after_forward=<int>`. Weights may change afterwards:
+    on CPU the next gather notices, on all ranks, and sends the shards as they are; on CUDA the next pass agrees once more.
 
-    Returns the number of groups settled. Memory: the encoded changes of all groups until their first gather. Communication: one
-    small all-reduce a process group. Raises on all ranks together as a gather does.
+    Returns the number of parameter groups settled. Memory: the encoded changes of all parameter groups until their first
+    gather. Communication: one small all-reduce a process group. Raises on all ranks together as a gather does.
     """
-    sessions = list({id(s): s for s in (comm.session for comm in _comms(model)) if isinstance(s, Session)}.values())
-    process_groups = {pg.group_name: pg for session in sessions for pg in session.process_groups()}
+    sessions = list(
+        {id(comm.session): comm.session for comm in _comms(model) if isinstance(comm.session, Session)}.values()
+    )
+    by_name = {
+        process_group.group_name: process_group for session in sessions for process_group in session.process_groups()
+    }
     # ranks may hold other process groups, and must come to those they share in one order
-    in_order = sorted(
-        process_groups.values(), key=lambda pg: (-pg.size(), dist.get_process_group_ranks(pg), pg.group_name)
+    process_groups = sorted(
+        by_name.values(),
+        key=lambda process_group: (
+            -process_group.size(),
+            dist.get_process_group_ranks(process_group),
+            process_group.group_name,
+        ),
     )
     error: Exception | None = None
     num_settled = 0
-    for process_group in in_order:
+    for process_group in process_groups:
         for session in sessions:
-            if any(pg.group_name == process_group.group_name for pg in session.process_groups()):
+            if any(coming.group_name == process_group.group_name for coming in session.process_groups()):
                 try:  # ranks of other process groups may fail where these do not: all meet in all of them
                     with ambient_defaults(session.backend.device):
-                        num_settled += session.settle(process_group)
+                        num_settled += session.agree_ahead(process_group)
                 except (CieraDesyncError, CieraMismatchError, CieraPeerError) as failure:
                     error = error or failure
     if error is not None:
@@ -185,7 +194,7 @@ def settle_sizes(model: nn.Module) -> int:
 
 
 def stats(model: nn.Module) -> CieraStats:
-    """What this rank sent for the parameter gathers of `model`, since `attach` or `fully_shard`. No communication.
+    """Counts what this rank has sent for the parameter gathers of `model` since `attach` or `fully_shard`. No communication.
 
     Raises `CieraConflictError` when no module of `model` gathers through fsdp_ciera (nobody attached it, or another tool
     has replaced the all-gather).
@@ -218,17 +227,17 @@ def _fsdp_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name or type(module).__name__, cast(nn.Module, module)
 
 
-def _groups(model: nn.Module) -> Iterator[tuple[str, FSDPParamGroup]]:
-    seen: set[int] = set()  # fully_shard([a, b]) gives several modules the same group
+def _named_param_groups(model: nn.Module) -> Iterator[tuple[str, FSDPParamGroup]]:
+    seen: set[int] = set()  # fully_shard([a, b]) gives several modules the same parameter group
     for name, module in _fsdp_modules(model):
-        for group in param_groups(module):
-            if id(group) not in seen:
-                seen.add(id(group))
-                yield name, group
+        for param_group in param_groups(module):
+            if id(param_group) not in seen:
+                seen.add(id(param_group))
+                yield name, param_group
 
 
 def _comms(model: nn.Module) -> Iterator[CieraAllGather]:
-    for _, group in _groups(model):
-        comm = get_comm(group)
+    for _, param_group in _named_param_groups(model):
+        comm = get_comm(param_group)
         if isinstance(comm, CieraAllGather):
             yield comm

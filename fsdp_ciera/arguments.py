@@ -1,4 +1,4 @@
-"""What command lines read values with. What is wrong is said in one line, and help shows values as a user writes them."""
+"""Readers of values on command lines. Their errors are one line, and help shows values as a user writes them."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ Overrides = Annotated[tuple[str, ...], arg(name="set", metavar="SECTION.KEY=VALU
 
 
 def named(name: str | None = None, metavar: str | None = None) -> Any:
-    """For `Annotated`: the flag's name, where a field's own would say too little or too much, and what stands for its value."""
+    """For `Annotated`: names the flag, where the field's own name does not do, and its value in help."""
     return arg(name=name, metavar=metavar)

@@ -21,15 +21,15 @@ class CieraPolicyError(ValueError):
 
 
 class CieraConflictError(RuntimeError):
-    """Another custom all-gather already sits on the module, or replaced ours behind our back: keep one of the two."""
+    """Another custom all-gather already sits on the module, or replaced ours after we set it: keep one of the two."""
 
 
 class CieraMismatchError(RuntimeError):
-    """The ranks of a group disagree about policy, versions or layout: give all ranks the same. Raised at the first gather."""
+    """Ranks of a process group disagree about policy, versions or layout: give all the same. Raised at the first gather."""
 
 
 class CieraDesyncError(RuntimeError):
-    """The ranks of a group are not at the same gather of the same module: let all ranks run the same modules in one order."""
+    """Ranks of a process group are not at the same gather of the same module: let all run the same modules in one order."""
 
 
 class CieraPeerError(RuntimeError):
@@ -89,12 +89,12 @@ class GatherError(ValueError):
 
 
 class RankError(RuntimeError):
-    """A rank ended with an error or the run took too long: the message has what the rank wrote last, `results` all of it."""
+    """A rank ended with an error or the run took too long: the message has what it wrote last, `results` its whole output."""
 
     def __init__(self, message: str, results: Sequence[Any]) -> None:
         super().__init__(message)
         self.results = results
-        """A `fsdp_ciera.bench.ranks.RankResult` of each rank."""
+        """The `fsdp_ciera.bench.ranks.RankResult` of each rank."""
 
 
 class RankFailure(AssertionError):

@@ -20,38 +20,38 @@ from fsdp_ciera.units import parse_bytes
 _TOPOLOGIES = ("flat", "hierarchical", "auto")
 _SELECTIONS = ("knapsack", "greedy")
 AUTO_SHARE = 0.25
-"""What `cache_budget="auto"` takes of the free memory."""
+"""The share of the free memory that `cache_budget="auto"` takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CieraPolicy:
     """How the all-gathers of an FSDP2 module travel. Immutable; every rank must hold the same one.
 
-    The default measures the links and this machine's codecs at the first gather, and gives each shard the codec that saves
-    most seconds in an optimizer step, within a quarter of the memory that is free then; where nothing pays, gathers run as in
-    stock FSDP2. It never changes a bit of what the module computes with.
+    The default policy measures the links and this machine's codecs at the first gather. It then gives each shard the codec
+    that saves most seconds in an optimizer step, within a quarter of the memory that is free at that time. If no codec saves
+    any, gathers run as in stock FSDP2. No policy changes a bit of what the module computes with.
 
-    Raises `CieraPolicyError` (a `ValueError`) for a field that is not allowed, naming what is.
+    Raises `CieraPolicyError` (a `ValueError`) for a field value that is not allowed; its text says what is allowed.
     """
 
     codecs: tuple[str, ...] = ("value_delta", "exponent_delta", "exponent_block", "entropy")
-    """Codecs that the policy may choose from. With several, each shard gets the one with most gain, or goes raw where none
-    has any. A single one is used wherever it is opted in and fits the budget, gain or no gain, and nothing is measured.
+    """Codecs that the policy may choose from. With several, each shard gets the codec that gains most, and goes raw if none
+    gains. A single codec is used for every opted-in shard that fits the budget, even without a gain, and nothing is measured.
     Allowed: `"value_delta"` (0.1 to 2 bits a value of bf16 after an optimizer step, nothing in repeat gathers; caches the own
-    shard and all others at 2 bytes a value), `"exponent_delta"` (about 8 bits in every gather; half that cache),
-    `"exponent_block"` (the paper, Algorithm 1; 8 bits and the exponents of changed blocks; that half without the own
-    shard), `"entropy"` (10.6 bits, no cache) and `"raw"`, which is always there: name it beside a single codec to have that
-    one weighed against it."""
+    shard and all others at 2 bytes a value), `"exponent_delta"` (about 8 bits in every gather; half of that cache),
+    `"exponent_block"` (the paper's Algorithm 1; 8 bits, and the exponents of changed blocks; half of that cache, without the
+    own shard), `"entropy"` (10.6 bits, no cache) and `"raw"`, which is always available: name it beside a single codec to
+    have that codec weighed against raw."""
 
     categories: tuple[str, ...] | None = None
     """Shard categories to compress: any of `expert_ffn`, `attention`, `routing_gate`, `layer_norm`, `embedding` (with
-    the LM head) and `other`. The rest of a group goes raw in the same gather. `None`: all of them."""
+    the LM head) and `other`. Shards of other categories go raw in the same gather. `None`: all of them."""
 
     cache_budget: str | int | float | None = "auto"
     """Most bytes of caches on each rank, for all modules under one FSDP root that carry an equal policy: a number of bytes, a
-    string such as `"8GiB"`, a share of the memory that is free at the first gather on the rank with least of it (a float
-    above 0 and up to 1), or `"auto"`, a quarter of it. `None`: no limit. What a policy costs a model is known beforehand:
-    `fsdp_ciera.estimate_memory`."""
+    string such as `"8GiB"`, a share of the memory that is free at the first gather on the rank with the least free memory (a
+    float above 0 and up to 1), or `"auto"`, a quarter of it. `None`: no limit. `fsdp_ciera.estimate_memory` says beforehand
+    what a policy costs a model."""
 
     block_size: int = 512
     """Values per block (the paper's B): a multiple of 8 from 64 to 4096."""
@@ -61,26 +61,27 @@ class CieraPolicy:
     one that `ciera profile` wrote, which only rank 0 reads. `None`: the shipped one that was measured with every codec."""
 
     learning_rate: float | None = None
-    """At which rates are looked up. `None`: 1e-4 is assumed."""
+    """Learning rate at which change rates are looked up. `None`: 1e-4 is assumed."""
 
     micro_batches: int = 1
-    """Forward and backward passes in an optimizer step: all gathers but the first after the weights changed are repeats."""
+    """Number of forward and backward passes in an optimizer step. All gathers but the first after a change of the weights are
+    repeats."""
 
     link: Link | str | None = None
-    """The links that payloads take: a `Link`, or a text such as `"8GB/s"` or `"25MB/s 2ms"`. `None`: measured."""
+    """The link that payloads take: a `Link`, or a text such as `"8GB/s"` or `"25MB/s 2ms"`. `None`: measured."""
 
     codec_costs: Mapping[str, CodecCost] | None = field(default=None, hash=False)
-    """Seconds that codecs take, by name. `None`: measured on every rank; the slowest counts, twice over (in a step it
-    costs more than by itself); with `"greedy"` once."""
+    """Seconds that codecs take, by codec name. `None`: measured on every rank. The costs of the slowest rank count, doubled
+    (a codec costs more in a step than by itself); with `selection="greedy"` measured costs are not doubled."""
 
     selection: Literal["knapsack", "greedy"] = "knapsack"
-    """`"knapsack"`: the most gain that fits the budget. `"greedy"`: as published, by gain per byte of cache."""
+    """`"knapsack"`: the largest total gain within the budget. `"greedy"`: the paper's selection, by gain per byte of cache."""
 
     topology: Literal["flat", "hierarchical", "auto"] = "flat"
-    """`"flat"`: every rank exchanges with every other one of the shard group. `"hierarchical"`: compressed between nodes,
-    among the ranks of equal number in their nodes, then plain inside each node; caches shrink by the ranks of a node. A
-    group that nodes do not cut evenly, or that lies in one node (HSDP), stays flat. `"auto"`: hierarchical where the node
-    size is known and cuts the group, otherwise flat."""
+    """`"flat"`: every rank exchanges payloads with every other rank of the process group. `"hierarchical"`: ranks with the same
+    number in their nodes exchange payloads between nodes, then each node gathers plainly inside; caches shrink by the number
+    of ranks of a node. A process group that nodes do not cut evenly, or that lies in one node (HSDP), stays flat. `"auto"`:
+    hierarchical where the node size is known and cuts the process group, otherwise flat."""
 
     ranks_per_node: int | None = None
     """Global rank r is on node r // ranks_per_node. `None`: the environment's `LOCAL_WORLD_SIZE`, which torchrun sets."""
@@ -90,8 +91,9 @@ class CieraPolicy:
     and one small exchange). An int N: every Nth gather is repeated raw and compared bit for bit. `None`: neither."""
 
     adapt_every: int | None = None
-    """Renew the plan every so many optimizer steps, from rates measured in this run, with every codec on every shard. That
-    costs one copy of the own shards for a step and the time of encoding them, and raw groups take part in agreements too."""
+    """Number of optimizer steps between renewals of the plan, from rates that this run measures with every codec on every
+    shard. A renewal costs one copy of the own shards for a step and the time to encode them, and raw parameter groups take
+    part in agreements too. `None`: the first plan stays."""
 
     warmup_steps: int = 30
     """Optimizer steps before the first measurement for `adapt_every` (the paper's 30 iterations)."""
@@ -148,7 +150,7 @@ class CieraPolicy:
             )
 
     def _check_figures(self) -> None:
-        """Turns a link in words into a `Link`."""
+        """Checks `link` and `codec_costs`; a link that is given as text becomes a `Link`."""
         if isinstance(self.link, str):
             try:
                 object.__setattr__(self, "link", parse_link(self.link))
@@ -189,8 +191,8 @@ class CieraPolicy:
 
     @classmethod
     def from_table(cls, table: str, **changes: Any) -> CieraPolicy:
-        """A policy that plans with the rates of this table: a shipped one by name, or the path of one. `changes` as in
-        `CieraPolicy`."""
+        """A policy that plans with the rates of `table`: the name of a shipped table, or the path of a table. `changes` as
+        in `CieraPolicy`."""
         return cls(**{"tables": table, **changes})
 
     @property
@@ -200,8 +202,9 @@ class CieraPolicy:
 
     @property
     def may_go_plain(self) -> bool:
-        """Whether groups without a codec are gathered as in stock FSDP2, without agreements. A renewed plan needs them to
-        count steps, and `verify` to check; a single codec is studied with all that belongs to it."""
+        """Whether parameter groups without a codec are gathered as in stock FSDP2, without agreements. Not with `adapt_every`,
+        which counts steps at agreements, not with `verify`, which checks these gathers too, and not with a single codec, which
+        is studied with its whole overhead."""
         return len(self.codecs) > 1 and self.adapt_every is None and self.verify is None
 
     @property
@@ -210,7 +213,7 @@ class CieraPolicy:
         return len(self.codecs) > 1 and (self.link is None or self.codec_costs is None)
 
     def cache_budget_bytes(self, free_bytes: int) -> int | None:
-        """`cache_budget` in bytes, where `free_bytes` of memory are free; `None` when there is no limit."""
+        """`cache_budget` in bytes if `free_bytes` of memory are free; `None` if there is no limit."""
         budget = self.cache_budget
         if budget == "auto":
             budget = AUTO_SHARE
@@ -224,17 +227,17 @@ class CieraPolicy:
             raise CieraPolicyError(f"cache_budget={error}") from None
 
     def codecs_for(self, category: str) -> tuple[str, ...]:
-        """The codecs that shards of `category` may be given; none when it is not opted in."""
+        """The codecs that shards of `category` may get; none if the category is not opted in."""
         return self.codecs if self.categories is None or category in self.categories else ()
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values, in declaration order."""
-        made = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
         if isinstance(self.link, Link):
-            made["link"] = asdict(self.link)
+            values["link"] = asdict(self.link)
         if self.codec_costs is not None:
-            made["codec_costs"] = {name: cost.to_json() for name, cost in self.codec_costs.items()}
-        return made
+            values["codec_costs"] = {name: cost.to_json() for name, cost in self.codec_costs.items()}
+        return values
 
 
 def _is_int(value: object) -> bool:

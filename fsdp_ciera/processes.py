@@ -1,4 +1,4 @@
-"""What everything that starts ranks as processes of this machine shares: their environment, ports, and how signals end them."""
+"""Shared by all code that starts ranks as processes of this machine: environment, ports, and how signals end ranks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ def free_port() -> int:
 
 
 def is_rank() -> bool:
-    """Whether torchrun, or somebody who does as it does, started this process as one rank of several."""
+    """Whether torchrun, or a launcher that sets the same variables, started this process as one rank of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def rank_environment(rank: int, world_size: int, ranks_per_host: int | None = None) -> dict[str, str]:
-    """What torchrun sets for a rank, but for where rank 0 is: see `meeting_point`. All ranks on one host when left out."""
+    """The variables that torchrun sets for a rank, but for rank 0's address: see `meeting_point`.
+
+    Without `ranks_per_host`, all ranks are on one host.
+    """
     local_size = world_size if ranks_per_host is None else ranks_per_host
     values = {
         "RANK": rank,
@@ -51,7 +54,7 @@ def meeting_point(port: int, address: str = LOOPBACK, interface: str = "lo") -> 
 def sigterm_raises(error: type[BaseException] = SystemExit) -> Iterator[None]:
     """Inside, SIGTERM raises, so that `with` blocks are left in order: `SystemExit(143)`, or a `KeyboardInterrupt` as Ctrl-C.
 
-    Signals belong to the main thread, and to a program that handles them itself: elsewhere, nothing.
+    Does nothing outside the main thread, or where the program handles SIGTERM itself.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

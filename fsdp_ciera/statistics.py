@@ -1,4 +1,4 @@
-"""What was sent: bytes, gathers, caches and seconds, and what stock FSDP2 would have sent."""
+"""Counts of bytes, gathers, caches and seconds, beside the bytes that stock FSDP2 would have sent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Bytes:
 
     @property
     def ratio(self) -> float:
-        """raw / wire; 1.0 when nothing was sent."""
+        """The ratio of raw to wire bytes; 1.0 when nothing was sent."""
         return self.raw_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
 
@@ -37,18 +37,18 @@ class Bytes:
 class CieraStats:
     """Counts of one rank over the gathers of a model since `attach` (or `fully_shard`).
 
-    `wire_bytes` is all that left the rank for gathers of parameters: payloads, padding, heads, checks, agreements.
-    `raw_bytes` is what stock FSDP2 would have sent: (world_size - 1) x the padded local shard. `by_phase` is keyed
+    `wire_bytes` are all bytes that left the rank for gathers of parameters: payloads, padding, heads, checks, agreements.
+    `raw_bytes` are those that stock FSDP2 would have sent: (world_size - 1) x the padded local shard. `by_phase` is keyed
     "cold/forward", "first/forward", "repeat/backward" and so on: *cold* = no cache to build on; *first* = the weights
     changed since the last gather; *repeat* = they did not; *plain* = gathered as stock FSDP2 does; "agreement" =
-    before gathers. `by_link` tells "flat" gathers from the two halves of hierarchical ones, "between_nodes" and "in_node"
+    before gathers. `by_link` tells "flat" gathers from the two halves of hierarchical gathers, "between_nodes" and "in_node"
     (plain, over fast links). Each breakdown adds up to the totals.
     """
 
     num_gathers: int = 0
     cache_bytes: int = 0
     held_output_bytes: int = 0
-    """Of outputs that are kept between gathers, since `value_delta` decodes in place there: what is no cache in them."""
+    """Bytes of outputs that are kept between gathers, since `value_delta` decodes in place there, beyond the caches in them."""
     world_size: int = 1
     total: Bytes = field(default_factory=Bytes)
     by_category: dict[str, Bytes] = field(default_factory=dict)
@@ -57,29 +57,30 @@ class CieraStats:
     by_link: dict[str, Bytes] = field(default_factory=dict)
     gathers_by_phase: dict[str, int] = field(default_factory=dict)
     num_blocks: int = 0
-    """Blocks that this rank's encoders looked at with a cache to build on; cold gathers are left out."""
+    """The number of blocks that this rank's encoders looked at with a cache to build on; cold gathers are left out."""
     num_blocks_reused: int = 0
-    """How many of them did not have to be sent."""
+    """The number of these blocks that did not have to be sent."""
     stage_seconds: dict[str, float] = field(default_factory=dict)
+    """The host's seconds, by stage."""
     plans: list[Plan] = field(default_factory=list)
-    """The plan in force, with what a step is expected to send. Empty before the first gather; several where modules carry
-    different policies, or are gathered over process groups of which none holds the others."""
+    """The plan in force, with the bytes that a step is expected to send. Empty before the first gather; several where modules
+    carry different policies, or are gathered over process groups of which none holds the others."""
     notes: list[str] = field(default_factory=list)
-    """What a user should know: groups that go raw and why, and so on. Each once."""
+    """Texts for the user: parameter groups that go raw and why, and so on. Each once."""
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes that stock FSDP2 would have sent from this rank."""
+        """The bytes that stock FSDP2 would have sent from this rank."""
         return self.total.raw_bytes
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that were sent from this rank."""
+        """The bytes that were sent from this rank."""
         return self.total.wire_bytes
 
     @property
     def ratio(self) -> float:
-        """raw / wire over everything."""
+        """The ratio of raw to wire bytes over everything."""
         return self.total.ratio
 
     @property
@@ -93,13 +94,13 @@ class CieraStats:
 
     @property
     def repeat_share(self) -> float:
-        """Share of the gathers that found no weight changed since the last one."""
+        """The share of gathers that found no weight changed since the last gather."""
         repeats = sum(count for phase, count in self.gathers_by_phase.items() if phase.startswith("repeat/"))
         return repeats / self.num_gathers if self.num_gathers else 0.0
 
     @property
     def reuse_rate(self) -> float:
-        """Share of blocks whose exponents were reused, cold gathers left out (1 - the paper's block change rate)."""
+        """The share of blocks whose exponents were reused, without cold gathers (1 - the paper's block change rate)."""
         return self.num_blocks_reused / self.num_blocks if self.num_blocks else 0.0
 
     def note(self, text: str) -> None:
@@ -111,21 +112,21 @@ class CieraStats:
         self, phase: str, links: Iterable[tuple[str, int, int]], runs: Iterable[tuple[str, str, int, int]]
     ) -> None:
         """Counts one gather: `links` are (link, raw bytes, wire bytes) and make its total; `runs` are (category, codec, raw
-        bytes, wire bytes), and what they leave of the total is overhead."""
+        bytes, wire bytes), and the rest of the total is overhead."""
         self.num_gathers += 1
-        rest = 0
+        overhead_bytes = 0
         for link, raw_bytes, wire_bytes in links:
             self.total.add(raw_bytes, wire_bytes)
             self.by_link.setdefault(link, Bytes()).add(raw_bytes, wire_bytes)
             self.by_phase.setdefault(phase, Bytes()).add(raw_bytes, wire_bytes)
-            rest += wire_bytes
+            overhead_bytes += wire_bytes
         self.gathers_by_phase[phase] = self.gathers_by_phase.get(phase, 0) + 1
         for category, codec, run_raw_bytes, run_wire_bytes in runs:
             self.by_category.setdefault(category, Bytes()).add(run_raw_bytes, run_wire_bytes)
             self.by_codec.setdefault(codec, Bytes()).add(run_raw_bytes, run_wire_bytes)
-            rest -= run_wire_bytes
+            overhead_bytes -= run_wire_bytes
         for breakdown in (self.by_category, self.by_codec):
-            breakdown.setdefault(OVERHEAD, Bytes()).add(0, rest)
+            breakdown.setdefault(OVERHEAD, Bytes()).add(0, overhead_bytes)
 
     def count_overhead(self, phase: str, wire_bytes: int, link: str) -> None:
         """Counts bytes that belong to no run: a check by `verify=` after its gather, or an agreement."""
@@ -139,7 +140,7 @@ class CieraStats:
             breakdown.setdefault(key, Bytes()).add(0, wire_bytes)
 
     def merge(self, other: CieraStats) -> None:
-        """Adds the counts of another group."""
+        """Adds the counts of another parameter group."""
         self.num_gathers += other.num_gathers
         self.cache_bytes += other.cache_bytes
         self.held_output_bytes += other.held_output_bytes
@@ -163,7 +164,7 @@ class CieraStats:
             self.note(text)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain JSON values."""
+        """All counts as plain JSON values."""
         return {
             "raw_bytes": self.raw_bytes,
             "wire_bytes": self.wire_bytes,
@@ -178,10 +179,10 @@ class CieraStats:
     def __str__(self) -> str:
         if not self.num_gathers:
             reason = "world_size is 1" if self.world_size == 1 else "no forward has run yet"
-            return f"fsdp_ciera: nothing was gathered ({reason})" + "".join(f"\n  note: {n}" for n in self.notes)
+            return f"fsdp_ciera: nothing was gathered ({reason})" + "".join(f"\n  note: {note}" for note in self.notes)
         raw, wire, caches = self.raw_bytes, self.wire_bytes, self.cache_bytes
         return (
             f"fsdp_ciera: {self.num_gathers} gathers, {format_in(raw, 'MB', 2)} MB raw -> {format_in(wire, 'MB', 2)} MB "
             f"sent ({self.ratio:.2f}x), {format_in(caches, 'MiB')} MiB of caches"
-            + "".join(f"\n  note: {n}" for n in self.notes)
+            + "".join(f"\n  note: {note}" for note in self.notes)
         )

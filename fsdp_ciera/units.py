@@ -72,7 +72,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_rate(text: str) -> float:
-    """`"200mbit"` -> 2e8 bits a second. Refuses what `tc` would read otherwise, or not at all."""
+    """`"200mbit"` -> 2e8 bits a second. Refuses a text that `tc` reads differently or not at all."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", text)
     if match is None or match[2] not in _RATE_UNITS or float(match[1]) == 0:
         raise UnitError(f'rate={text!r} must be a number and one of {", ".join(_RATE_UNITS)}, for example "200mbit"')
@@ -97,12 +97,12 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_in(num_bytes: float, unit: str, num_digits: int = 1) -> str:
-    """The number of a table's column in `unit`, such as `"MB"`: 1234567890 -> `"1,234.6"`; `"-"` where nothing is known."""
+    """`num_bytes` in `unit`, without the unit: 1234567890 in `"MB"` -> `"1,234.6"`; `"-"` for NaN."""
     return format_number(num_bytes / BYTES[unit], num_digits)
 
 
 def format_number(value: float, num_digits: int) -> str:
-    """`"1,234.5"`; `"-"` for NaN, which stands for what is not known."""
+    """`"1,234.5"`; `"-"` for NaN, which stands for an unknown value."""
     return "-" if math.isnan(value) else f"{value:,.{num_digits}f}"
 
 
@@ -133,7 +133,7 @@ def format_host_rate(rate: str | None) -> str:
 
 
 def format_digits(seconds: float) -> str:
-    """Three digits or so, without a unit."""
+    """About three digits, without the unit."""
     return f"{seconds:.3g}" if seconds < 100 else f"{seconds:,.0f}"
 
 

@@ -49,7 +49,7 @@ def canonical_name(fqn: str) -> str:
     while (stripped := _LEADING_MODULE.sub("", _WRAPPER.sub("", name))) != name:
         name = stripped
     name = _PARAMETRIZED.sub(r"\1", name)
-    return _ADAPTER.sub(lambda found: (found["leaf"] or ".weight")[1:], name)
+    return _ADAPTER.sub(lambda match: (match["leaf"] or ".weight")[1:], name)
 
 
 def _rule(*alternatives: str) -> re.Pattern[str]:

@@ -24,31 +24,31 @@ class ShardBytes:
 
     @property
     def S(self) -> float:
-        """All bytes."""
+        """Bytes of the shard."""
         return self.N * self.b / 8
 
     @property
     def S_e(self) -> float:
-        """Exponent bytes."""
+        """Bytes of the exponents."""
         return self.N * self.b_e / 8
 
     @property
     def S_sm(self) -> float:
-        """Sign and mantissa bytes."""
+        """Bytes of the signs and mantissas."""
         return self.S - self.S_e
 
     @property
     def S_b(self) -> int:
-        """Blocks."""
+        """Number of blocks."""
         return -(-self.N // self.B)
 
     @property
     def S_bm(self) -> int:
-        """Bytes of the bitmap, a bit a block."""
+        """Bytes of the bitmap, which has one bit for each block."""
         return -(-self.S_b // 8)
 
     def payload(self, q: float) -> float:
-        """Expected payload of an iteration, in bytes: q is the share of changed blocks."""
+        """Expected bytes of the payload of an iteration; q is the share of changed blocks."""
         return self.S_sm + self.S_bm + q * self.S_e
 
 
@@ -72,7 +72,7 @@ def paper_memory(shard: ShardBytes, W: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTraffic:
-    """One shard over one process group in one optimizer step: one gather after the weights changed, the rest repeats."""
+    """The gathers of one shard over one process group in one optimizer step: one after the weights changed, then repeats."""
 
     num_values: int
     raw_bytes: float
@@ -83,10 +83,11 @@ class StepTraffic:
     overlap: bool
 
     def gain(self, cost: CodecCost, first_bytes: float, repeat_bytes: float, change: float) -> float:
-        """Seconds a step that a codec saves over raw gathers: the paper's g_i with its own payload, summed over the gathers.
+        """Seconds that a codec saves in a step over raw gathers: the paper's g_i with the codec's payload, summed over the
+        gathers.
 
-        `change` is what `policies.costs.change_of` says of the first gather; in repeats nothing changed. Latencies are left
-        out: a shard travels together with its group, whatever its codec.
+        `change` is the share that `policies.costs.change_of` returns for the first gather; in repeats nothing changed.
+        Latencies are left out: a shard travels together with its parameter group, whatever its codec.
         """
         peers = self.world_size - 1
         if peers < 1 or self.num_gathers < 1:

@@ -17,10 +17,10 @@ _TRAFFIC_BYTES_PER_SECOND = 0.94e12
 _ENCODE_SECONDS, _DECODE_SECONDS = 94e-6, 75e-6
 _ENCODE_PER_VALUE, _DECODE_PER_VALUE = 2 / 369e9, 2 / 562e9
 _SECTOR_BYTES = 32
-"""What a GPU writes at least, wherever a changed value lies."""
+"""Bytes that a GPU writes at least for one scattered value."""
 
 
-def _moves(num_bytes: float) -> float:
+def _move_seconds(num_bytes: float) -> float:
     return num_bytes / _TRAFFIC_BYTES_PER_SECOND
 
 
@@ -32,25 +32,27 @@ _A100 = {
     ),
     # hash: reads values. cmp: reads values, writes a plane. decmp: reads exponents and a plane, writes values.
     "exponent_block": CodecCost(
-        hash=StageCost(fixed=_ENCODE_SECONDS, per_value=_moves(2)),
-        cmp=StageCost(fixed=_ENCODE_SECONDS, per_value=_moves(3), per_changed=_ENCODE_PER_VALUE),
-        decmp=StageCost(fixed=_DECODE_SECONDS, per_value=_moves(4), per_changed=_DECODE_PER_VALUE),
+        hash=StageCost(fixed=_ENCODE_SECONDS, per_value=_move_seconds(2)),
+        cmp=StageCost(fixed=_ENCODE_SECONDS, per_value=_move_seconds(3), per_changed=_ENCODE_PER_VALUE),
+        decmp=StageCost(fixed=_DECODE_SECONDS, per_value=_move_seconds(4), per_changed=_DECODE_PER_VALUE),
     ),
     # the same with exponents that were sent last instead of hashes; changes are scattered
     "exponent_delta": CodecCost(
-        hash=StageCost(fixed=_ENCODE_SECONDS, per_value=_moves(3)),
-        cmp=StageCost(fixed=_ENCODE_SECONDS, per_value=_moves(3), per_changed=_ENCODE_PER_VALUE),
-        decmp=StageCost(fixed=_DECODE_SECONDS, per_value=_moves(4), per_changed=_moves(_SECTOR_BYTES)),
+        hash=StageCost(fixed=_ENCODE_SECONDS, per_value=_move_seconds(3)),
+        cmp=StageCost(fixed=_ENCODE_SECONDS, per_value=_move_seconds(3), per_changed=_ENCODE_PER_VALUE),
+        decmp=StageCost(fixed=_DECODE_SECONDS, per_value=_move_seconds(4), per_changed=_move_seconds(_SECTOR_BYTES)),
     ),
     # hash: reads values and those sent last. decmp: reads the cache, writes values, and changes into the cache.
     "value_delta": CodecCost(
-        hash=StageCost(fixed=_ENCODE_SECONDS, per_value=_moves(4)),
-        cmp=StageCost(fixed=_ENCODE_SECONDS, per_changed=_ENCODE_PER_VALUE + _moves(_SECTOR_BYTES)),
+        hash=StageCost(fixed=_ENCODE_SECONDS, per_value=_move_seconds(4)),
+        cmp=StageCost(fixed=_ENCODE_SECONDS, per_changed=_ENCODE_PER_VALUE + _move_seconds(_SECTOR_BYTES)),
         decmp=StageCost(
-            fixed=_DECODE_SECONDS, per_value=_moves(4), per_changed=_DECODE_PER_VALUE + _moves(_SECTOR_BYTES)
+            fixed=_DECODE_SECONDS,
+            per_value=_move_seconds(4),
+            per_changed=_DECODE_PER_VALUE + _move_seconds(_SECTOR_BYTES),
         ),
     ),
 }
 
 MACHINES: Mapping[str, Mapping[str, CodecCost]] = MappingProxyType({"a100": MappingProxyType(_A100)})
-"""By name: the costs of each codec on one GPU."""
+"""By machine name: the costs of each codec on one GPU."""

@@ -1,4 +1,4 @@
-"""`Rates`: what one optimizer step changes in the shards of a category. The words of tables, profiles and plans."""
+"""`Rates`: how much of a category's shards one optimizer step changes. Tables, profiles and plans all use it."""
 
 from __future__ import annotations
 
@@ -13,33 +13,36 @@ BLOCK_SIZES = (64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Shares are of values or blocks, from 0 to 1; bits are per value of the shard. `None`, or a key left out: not known."""
+    """Change rates of one category. Shares are of values or blocks, from 0 to 1; bits are per value of the shard. `None` and
+    missing keys mean that a rate is not known."""
 
     exponent_change: float | None = None
     """Share of values whose exponent changes (paper Fig. 2)."""
     block_change: Mapping[int, float] = field(default_factory=dict)
-    """By block size: the share of blocks in which at least one exponent changes (paper Figs. 3b and 4; its q)."""
+    """By block size: share of blocks in which at least one exponent changes (the paper's q, Figs. 3b and 4)."""
     value_change: float | None = None
-    """Share of values of which any bit changes."""
+    """Share of values in which any bit changes."""
     exponent_entropy_bits: float | None = None
-    """Order-0 entropy of the exponents of a shard."""
+    """Order-0 entropy of the exponents of a shard, in bits per value."""
     value_change_entropy_bits: float | None = None
-    """Order-0 entropy of the changes of all values of a shard, unchanged ones among them, as `kernels.changes` counts them."""
+    """Order-0 entropy of the changes of all values of a shard, unchanged values included, as `kernels.changes` counts them, in
+    bits per value."""
     codec_bits: Mapping[str, float] = field(default_factory=dict)
-    """By codec: bits per value that it really sent in a first gather (one after a change of the weights)."""
+    """By codec: bits per value that the codec really sent in a first gather (one after a change of the weights)."""
     rank_spread: float | None = None
-    """What the largest rank's changed values are of the mean rank's, in the groups that are gathered together, at least 1:
-    gathers are padded to the largest payload."""
+    """Changed values of the rank with most of them, divided by the mean over the ranks that gather together; at least 1. It
+    matters because gathers are padded to the largest payload."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_change", dict(sorted(self.block_change.items())))
         object.__setattr__(self, "codec_bits", dict(sorted(self.codec_bits.items())))
 
     def block_change_at(self, block_size: int) -> tuple[float | None, bool]:
-        """The share of changed blocks of `block_size` values, and whether that is more than was measured.
+        """The share of changed blocks of `block_size` values, and whether it is extrapolated.
 
-        Between two measured sizes -log(1 - q) is linear in the logarithm of the size. Outside, changes of exponents count as
-        independent of one another, as in the paper's section 2.3: a block stays with probability (1 - c)**B.
+        Between two measured sizes the logarithm of the share of unchanged blocks, 1 - q, is linear in the logarithm of the
+        size. Outside the measured sizes, changes of exponents count as independent of one another, as in the paper's section
+        2.3: a block stays unchanged with probability (1 - c)**B.
         """
         known = self.block_change
         if not known:
@@ -50,68 +53,69 @@ class Rates:
         above = [size for size in known if size > block_size]
         if below and above:
             low, high = below[-1], above[0]
-            part = log2(block_size / low) / log2(high / low)
-            stays = _stays(known[low]) ** (1 - part) * _stays(known[high]) ** part
-            return 1 - stays, False
+            weight = log2(block_size / low) / log2(high / low)
+            unchanged = _unchanged_share(known[low]) ** (1 - weight) * _unchanged_share(known[high]) ** weight
+            return 1 - unchanged, False
         nearest = below[-1] if below else above[0]
-        return float(1 - _stays(known[nearest]) ** (block_size / nearest)), True
+        return float(1 - _unchanged_share(known[nearest]) ** (block_size / nearest)), True
 
     def filled_from(self, other: Rates) -> tuple[Rates, list[str]]:
-        """These rates with what they lack taken from `other`, and the names of the figures that were taken."""
+        """These rates, with every rate that they lack taken from `other`; and the names of the rates that were taken."""
         taken: dict[str, Any] = {}
         for item in fields(self):
-            mine, theirs = getattr(self, item.name), getattr(other, item.name)
-            if (mine is None and theirs is not None) or (isinstance(mine, Mapping) and not mine and theirs):
-                taken[item.name] = theirs
+            own, spare = getattr(self, item.name), getattr(other, item.name)
+            if (own is None and spare is not None) or (isinstance(own, Mapping) and not own and spare):
+                taken[item.name] = spare
         return replace(self, **taken), list(taken)
 
     def to_json(self) -> dict[str, Any]:
-        """The figures that are known, as plain JSON values."""
-        found: dict[str, Any] = {}
+        """The rates that are known, as plain JSON values."""
+        known: dict[str, Any] = {}
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, Mapping):
-                value = {str(key): number for key, number in value.items()}
+                value = {str(key): rate for key, rate in value.items()}
             if value is not None and value != {}:
-                found[item.name] = value
-        return found
+                known[item.name] = value
+        return known
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Rates:
-        """The inverse. A range `[low, high]` counts as its middle. Raises `ValueError` for what is no figure of this kind."""
-        known = {item.name for item in fields(cls)}
-        unknown = sorted(set(values) - known)
+        """The inverse of `to_json`. A range `[low, high]` counts as its middle. Raises `ValueError` for a name that is no rate
+        and for a value that is not allowed."""
+        allowed = {item.name for item in fields(cls)}
+        unknown = sorted(set(values) - allowed)
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is no rate; allowed: {', '.join(sorted(known))}")
-        made: dict[str, Any] = {}
+            raise ValueError(f"{unknown[0]!r} is no rate; allowed: {', '.join(sorted(allowed))}")
+        figures: dict[str, Any] = {}
         for name, value in values.items():
             if name == "block_change":
-                made[name] = {int(size): _figure(name, rate, 1.0) for size, rate in value.items()}
+                figures[name] = {int(size): _figure(name, rate, 1.0) for size, rate in value.items()}
             elif name == "codec_bits":
-                made[name] = {codec: _figure(name, bits, 64.0) for codec, bits in value.items()}
+                figures[name] = {codec: _figure(name, bits, 64.0) for codec, bits in value.items()}
             else:
-                most = 1.0 if name.endswith("_change") else 64.0
-                made[name] = _figure(name, value, most)
-        return cls(**made)
+                upper_limit = 1.0 if name.endswith("_change") else 64.0
+                figures[name] = _figure(name, value, upper_limit)
+        return cls(**figures)
 
 
 def middle(figure: float | tuple[float, float] | list[float]) -> float:
-    """The number itself, or the middle of a range."""
+    """`figure` itself if it is a number, or its middle if it is a range."""
     return (figure[0] + figure[1]) / 2 if isinstance(figure, (tuple, list)) else figure
 
 
-def _stays(change_rate: float) -> float:
+def _unchanged_share(change_rate: float) -> float:
     return min(1.0, max(1 - change_rate, 1e-12))
 
 
-def _figure(name: str, value: Any, most: float) -> float:
+def _figure(name: str, value: Any, upper_limit: float) -> float:
     parts = value if isinstance(value, list) else [value]
     is_number = all(isinstance(part, (int, float)) and not isinstance(part, bool) and isfinite(part) for part in parts)
     if (
         not is_number
         or len(parts) not in (1, 2)
-        or not all(0 <= part <= most for part in parts)
+        or not all(0 <= part <= upper_limit for part in parts)
         or parts != sorted(parts)
     ):
-        raise ValueError(f"{name}={value!r} must be a number from 0 to {most:g}, or [low, high]")
+        raise ValueError(f"{name}={value!r} must be a number from 0 to {upper_limit:g}, or [low, high]")
     return float(middle(value))

@@ -1,7 +1,7 @@
-"""Change-rate tables: which are there, and what they say about a category at a learning rate.
+"""Change-rate tables: reads them, and looks up the rates of a category at a learning rate.
 
-A table is JSON, as `ciera profile` writes it: one entry a learning rate, and in it the `Rates` of each category. The category
-"all" speaks for those that are not listed. Shipped tables lie in policies/tables/; any other is named by its path.
+A table is JSON, as `ciera profile` writes it: one entry for each learning rate, with the `Rates` of each category. The category
+"all" stands for categories that are not listed. Shipped tables lie in policies/tables/; any other table is named by its path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdp_ciera.policies.categories import CATEGORIES
 from fsdp_ciera.policies.rates import Rates
 
 DEFAULT_TABLE = "smollm2-moe"
-"""Measured by us, and the only shipped one with everything that every codec needs. Fills what other tables do not know."""
+"""Measured by us, and the only shipped table with all rates that every codec needs. Supplies what other tables do not know."""
 
 NEAREST: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -31,11 +31,12 @@ NEAREST: Mapping[str, tuple[str, str]] = MappingProxyType(
         "llama-4-scout": ("deepseek-moe-16b", "routed experts beside a shared one"),
     }
 )
-"""Models without a table: the one that stands in, and what they have in common with it."""
+"""By model without a table: the table that stands in for it, and what the two models have in common."""
 
 
 class Lookup(NamedTuple):
-    """Rates, and in words where they were stretched or guessed; `{category}` in them stands for its name."""
+    """Rates, and notes that say which of them were extrapolated or guessed. `{category}` in a note stands for the name of the
+    category."""
 
     rates: Rates
     notes: tuple[str, ...]
@@ -43,7 +44,7 @@ class Lookup(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """The rates of one model, by learning rate in ascending order and category."""
+    """The rates of one model: `entries` has those of each category by learning rate, in ascending order."""
 
     name: str
     model: str
@@ -52,35 +53,36 @@ class Table:
 
     @property
     def lrs(self) -> list[float]:
-        """The learning rates that were measured."""
+        """The learning rates that were measured, in ascending order."""
         return [lr for lr, _ in self.entries]
 
     def lookup(self, category: str, lr: float) -> Lookup:
-        """The rates of a category at `lr`; a figure that was measured on both sides is interpolated.
+        """The rates of a category at `lr`, interpolated where a rate was measured below and above it.
 
-        Logarithms of shares and bits are linear in that of the learning rate. Below and above what was measured the nearest
-        figure counts, and a note says so.
+        The logarithm of a rate is linear in the logarithm of the learning rate. Where a rate was measured on one side only, the
+        nearest measured rate counts, and a note says so.
         """
-        rows = [(at, _for_category(categories, category)) for at, categories in self.entries]
-        found: dict[str, Any] = {}
-        stretched: dict[str, float] = {}
+        rows = [(measured_lr, _for_category(categories, category)) for measured_lr, categories in self.entries]
+        figures: dict[str, Any] = {}
+        nearest_lrs: dict[str, float] = {}
         for item in fields(Rates):
-            known = [(at, value) for at, row in rows if _is_known(value := getattr(row, item.name))]
+            known = [(measured_lr, value) for measured_lr, row in rows if _is_known(value := getattr(row, item.name))]
             if known:
-                found[item.name], nearest = _interpolated(known, lr)
-                if nearest is not None:
-                    stretched[item.name] = nearest
+                figures[item.name], nearest_lr = _interpolated(known, lr)
+                if nearest_lr is not None:
+                    nearest_lrs[item.name] = nearest_lr
         notes = tuple(
-            f"{self.name}: {name} of {{category}} at a learning rate of {lr:g} is that of {at:g} (nothing nearer was measured)"
-            for name, at in stretched.items()
+            f"{self.name}: {name} of {{category}} at a learning rate of {lr:g} is that of {nearest_lr:g} "
+            "(nothing nearer was measured)"
+            for name, nearest_lr in nearest_lrs.items()
         )
-        return Lookup(Rates(**found), notes)
+        return Lookup(Rates(**figures), notes)
 
 
 def load_table(name: str) -> Table:
-    """The shipped table of that name, or the one in the JSON file of that path.
+    """The shipped table of this name, or the table in the JSON file at this path.
 
-    Raises `CieraPolicyError` for what is neither, and `CieraFileError` for a file that is not there or holds no table.
+    Raises `CieraPolicyError` if `name` is neither, and `CieraFileError` if the file is missing or holds no table.
     """
     if name in shipped_tables():
         return shipped_tables()[name]
@@ -99,7 +101,7 @@ def load_table(name: str) -> Table:
 
 
 def table_for_model(model: str) -> tuple[Table, tuple[str, ...]]:
-    """The table of a model of the paper, or the nearest one with a note that says so."""
+    """The table of a model and no notes, or the table that stands in for it and a note that says so."""
     if model in shipped_tables():
         return shipped_tables()[model], ()
     name, likeness = NEAREST.get(model, (DEFAULT_TABLE, "nothing in particular: it is the one with all figures"))
@@ -107,9 +109,10 @@ def table_for_model(model: str) -> tuple[Table, tuple[str, ...]]:
 
 
 def rates_for(table: Table, category: str, lr: float, block_size: int) -> Lookup:
-    """The rates of a category, with what `table` lacks taken from the default table, or else from the worst category there.
+    """The rates of a category in `table`. Rates that `table` lacks are taken from the default table, for the same category or
+    for its category "all".
 
-    A block size that was not measured is noted when it lies outside the measured ones.
+    A note says when `block_size` lies outside the block sizes that were measured.
     """
     rates, notes = table.lookup(category, lr)
     if table.name != DEFAULT_TABLE:
@@ -118,8 +121,8 @@ def rates_for(table: Table, category: str, lr: float, block_size: int) -> Lookup
         rates, taken = rates.filled_from(replace(spare, codec_bits=codec_bits))
         if taken:
             notes += (f"{table.name} does not know {', '.join(taken)} of {{category}}: taken from {DEFAULT_TABLE}",)
-    _, stretched = rates.block_change_at(block_size)
-    if stretched:
+    _, is_extrapolated = rates.block_change_at(block_size)
+    if is_extrapolated:
         notes += (
             f"{table.name}: blocks of {block_size} values were not measured; changes of exponents count as independent of "
             f"one another, from blocks of {_nearest(list(rates.block_change), block_size)}",
@@ -130,24 +133,24 @@ def rates_for(table: Table, category: str, lr: float, block_size: int) -> Lookup
 @cache
 def shipped_tables() -> Mapping[str, Table]:
     """All tables in policies/tables/, by name."""
-    found: dict[str, Table] = {}
-    for path in sorted(files("fsdp_ciera.policies").joinpath("tables").iterdir(), key=lambda one: one.name):
+    tables: dict[str, Table] = {}
+    for path in sorted(files("fsdp_ciera.policies").joinpath("tables").iterdir(), key=lambda path: path.name):
         if path.name.endswith(".json"):
-            content = json.loads(path.read_text(encoding="utf-8"))
-            for one in content if isinstance(content, list) else [content]:
-                table = parse_table(one)
-                found[table.name] = table
-    return MappingProxyType(found)
+            file_content = json.loads(path.read_text(encoding="utf-8"))
+            for content in file_content if isinstance(file_content, list) else [file_content]:
+                table = parse_table(content)
+                tables[table.name] = table
+    return MappingProxyType(tables)
 
 
 def parse_table(content: Mapping[str, Any]) -> Table:
-    """JSON -> table. Raises `ValueError` or `KeyError` for what does not belong there."""
+    """Makes a table from its JSON content. Raises `ValueError` or `KeyError` if that is no table."""
     if content["format"] != 1:
         raise ValueError(f"format {content['format']!r} is not 1")
     if not content["entries"]:
         raise ValueError("it has no entries")
     entries = []
-    for entry in sorted(content["entries"], key=lambda one: float(one["lr"])):
+    for entry in sorted(content["entries"], key=lambda entry: float(entry["lr"])):
         lr = float(entry["lr"])
         unknown = sorted(set(entry["categories"]) - {*CATEGORIES, "all"})
         if lr <= 0 or unknown:
@@ -158,13 +161,13 @@ def parse_table(content: Mapping[str, Any]) -> Table:
 
 
 def _for_category(categories: Mapping[str, Rates], category: str) -> Rates:
-    """Its own figures, and those of "all" where it has none."""
+    """The rates of `category`; those that it lacks are taken from the category "all"."""
     rates, _ = categories.get(category, Rates()).filled_from(categories.get("all", Rates()))
     return rates
 
 
 def _knows(rates: Rates, codec: str) -> bool:
-    """Whether the rates say themselves what `codec` sends: then nobody else's bits may."""
+    """Whether these rates determine what `codec` sends, so that measured bits of another table must not be used."""
     return {
         "entropy": rates.exponent_entropy_bits is not None,
         "exponent_block": bool(rates.block_change),
@@ -178,24 +181,25 @@ def _is_known(value: Any) -> bool:
 
 
 def _interpolated(known: Sequence[tuple[float, Any]], lr: float) -> tuple[Any, float | None]:
-    """The figure at `lr`, and the learning rate whose figure it is when there is none on both sides."""
+    """The figure at `lr` from pairs of a learning rate and a figure. With figures on one side of `lr` only, the nearest figure
+    and its learning rate; otherwise the second result is `None`."""
     below = [pair for pair in known if pair[0] <= lr]
     above = [pair for pair in known if pair[0] >= lr]
     if not below or not above:
-        at, value = below[-1] if below else above[0]
-        return value, at
-    (low, low_value), (high, high_value) = below[-1], above[0]
-    part = log(lr / low) / log(high / low) if high > low else 0.0
+        nearest_lr, value = below[-1] if below else above[0]
+        return value, nearest_lr
+    (low_lr, low_value), (high_lr, high_value) = below[-1], above[0]
+    weight = log(lr / low_lr) / log(high_lr / low_lr) if high_lr > low_lr else 0.0
     if isinstance(low_value, Mapping):
         keys = [key for key in low_value if key in high_value]
-        return {key: _between(low_value[key], high_value[key], part) for key in keys}, None
-    return _between(low_value, high_value, part), None
+        return {key: _between(low_value[key], high_value[key], weight) for key in keys}, None
+    return _between(low_value, high_value, weight), None
 
 
-def _between(low: float, high: float, part: float) -> float:
+def _between(low: float, high: float, weight: float) -> float:
     if low <= 0 or high <= 0:
-        return low + (high - low) * part
-    return float(low ** (1 - part) * high**part)
+        return low + (high - low) * weight
+    return float(low ** (1 - weight) * high**weight)
 
 
 def _nearest(sizes: Sequence[int], block_size: int) -> int:

@@ -89,11 +89,16 @@ def _from_published_layout(model: Model, name: str) -> Any:
 def build_optimizer(model: nn.Module, section: Optimizer) -> AdamW:
     """AdamW over the sharded fp32 parameters; weight decay on matrices only."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
+    optimizer_groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return AdamW([g for g in groups if g["params"]], lr=section.lr, betas=section.betas, eps=section.eps)
+    return AdamW(
+        [options for options in optimizer_groups if options["params"]],
+        lr=section.lr,
+        betas=section.betas,
+        eps=section.eps,
+    )
 
 
 def build_scheduler(optimizer: TorchOptimizer, schedule: Schedule, num_steps: int) -> LRScheduler:

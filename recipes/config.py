@@ -123,7 +123,7 @@ class Train(Section):
     """Most held-out batches (of `micro_batch_size` sequences per rank) per evaluation."""
 
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
-    """Of data order, hold-out and dropout."""
+    """Seed of data order, hold-out and dropout."""
 
     deterministic: bool = True
     """Use PyTorch's deterministic kernels, and warn about operations that have none. Costs speed on CUDA."""
@@ -144,7 +144,7 @@ class Parallel(Section):
 
     reshard_after_forward: bool | Annotated[int, Range(2)] = True
     """FSDP2's choice for decoder layers. `true`: free after forward and gather again in backward; `false`: keep; an
-    integer: keep resharded over groups of this many ranks (it must divide the shard ranks)."""
+    integer: keep resharded over process groups of this many ranks (it must divide the shard ranks)."""
 
     reshard_root_after_forward: bool = False
     """Free the root's parameters (embeddings, final norm, LM head) after forward as well. Backward needs them first, so

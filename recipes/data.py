@@ -61,12 +61,12 @@ class Batches:
 
     @property
     def largest_token_id(self) -> int:
-        """Over training and held-out sequences; reads them all."""
+        """The largest token id of training and held-out sequences; reads them all."""
         return max(int(part.max()) for part in (self.train_sequences, self.eval_sequences) if len(part))
 
     @property
     def num_tokens_per_step(self) -> int:
-        """Tokens of one optimizer step, over all ranks and micro-batches."""
+        """Tokens of one optimizer step, all ranks and micro-batches together."""
         return self.train_sequences.shape[1] * self.micro_batch_size * self.num_micro_batches * self.num_ranks
 
     def _row(self, position: int) -> int:
@@ -121,14 +121,14 @@ def load_batches(
 
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
-    """Files that the patterns match, sorted within each, every file once. No match is a `RecipeError`."""
-    found: dict[Path, None] = {}
+    """The files that match the patterns, each once, sorted within each pattern. Raises `RecipeError` where none matches."""
+    files: dict[Path, None] = {}
     for pattern in patterns:
         matches = [Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if Path(name).is_file()]
         if not matches:
             raise RecipeError(f'data.files: nothing matches "{pattern}" (from {Path.cwd()})')
-        found.update(dict.fromkeys(matches))
-    return list(found)
+        files.update(dict.fromkeys(matches))
+    return list(files)
 
 
 def read_documents(path: Path, text_key: str) -> Iterator[str]:

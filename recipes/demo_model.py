@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 KEPT_LAYERS = MappingProxyType({6: (0, 1, 11, 24, 27, 29), 8: (0, 1, 8, 11, 21, 24, 27, 29)})
-"""Layers of SmolLM2-135M that stay, by how many. See [Note: six layers of thirty] for how they were found."""
+"""Layers of SmolLM2-135M that stay, by their number. See [Note: six layers of thirty] for how they were found."""
 
 _RIDGE = 0.3
 """How much the repair holds on to the pretrained weights, in units of the mean square of `down_proj`'s inputs."""
@@ -70,13 +70,13 @@ _NOT_TEXT = {
 
 @dataclass(frozen=True, kw_only=True)
 class DemoModel:
-    """What `prepare_demo_model` left in a folder."""
+    """The model that `prepare_demo_model` left in a folder."""
 
     folder: Path
     """Holds config.json, model.safetensors (fp32) and a tokenizer, as transformers' `from_pretrained` reads them."""
 
     name: str
-    """What to call it in a report."""
+    """The model's name in a report."""
 
     pretrained: bool
     """False for the fall-back, whose weights are random."""
@@ -97,9 +97,9 @@ def prepare_demo_model(folder: Path) -> DemoModel:
     package = smollm2_folder()
     # A pretrained model that is already there needs no package.
     for pretrained in (True, False) if package is None else (True,):
-        found = _read_marker(folder, pretrained)
-        if found is not None:
-            return found
+        model = _read_marker(folder, pretrained)
+        if model is not None:
+            return model
     if folder.exists() and not (folder / _MARKER).is_file() and any(folder.iterdir()):
         raise RecipeError(f'"{folder}" holds something else than the demo\'s model (name another folder, or empty it)')
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -175,17 +175,17 @@ def python_source_files(max_bytes: int) -> list[Path]:
     Python gives the same list. Raises `RecipeError` when there is none, as with a zipped library.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
-    found: list[Path] = []
+    files: list[Path] = []
     num_bytes = 0
     for path in sorted(library.rglob("*.py")):
         if num_bytes >= max_bytes:
             break
         if _NOT_TEXT.isdisjoint(path.relative_to(library).parts[:-1]) and _is_utf8(path):
-            found.append(path)
+            files.append(path)
             num_bytes += path.stat().st_size
-    if not found:
+    if not files:
         raise RecipeError(f'no Python source in the standard library\'s folder "{library}" (give the run other text)')
-    return found
+    return files
 
 
 def load_smollm2() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
@@ -277,13 +277,13 @@ def upcycle(dense: LlamaForCausalLM, num_experts: int, experts_per_token: int, s
     """
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    same = (
+    shared_fields = (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "bos_token_id",
         "eos_token_id", "pad_token_id", "tie_word_embeddings",
     )  # fmt: skip
     config = MixtralConfig(
-        **{name: getattr(dense.config, name) for name in same},
+        **{name: getattr(dense.config, name) for name in shared_fields},
         num_local_experts=num_experts,
         num_experts_per_tok=experts_per_token,
     )
@@ -334,7 +334,7 @@ def _repair(layer: LlamaDecoderLayer, target: Tensor) -> None:
 
 
 def _layer_outputs(dense: LlamaForCausalLM, layers: list[int], windows: Tensor) -> dict[int, Tensor]:
-    """What `layers` of `dense` hand on for token ids `windows`: `[num_windows, num_tokens, hidden_size]` each."""
+    """The outputs of `layers` of `dense` for token ids `windows`: `[num_windows, num_tokens, hidden_size]` each."""
     outputs: dict[int, Tensor] = {}
     handles = [
         dense.model.layers[i].register_forward_hook(lambda _module, _args, output, i=i: outputs.update({i: output}))
@@ -347,7 +347,7 @@ def _layer_outputs(dense: LlamaForCausalLM, layers: list[int], windows: Tensor) 
 
 
 def _uninitialized(model_class: Any, config: Any) -> Any:
-    """A model whose weights somebody is about to overwrite: draws no random numbers, which take seconds and a seed."""
+    """A model whose weights the caller is about to overwrite: draws no random numbers, which take seconds and a seed."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights():

@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.05
 def launch(recipe_path: str | Path, overrides: Sequence[str] = (), show: Show | None = None) -> int:
     """Runs the recipe and returns the exit code: 0, the first failed rank's, or 130 after Ctrl-C.
 
-    With `RANK` and `WORLD_SIZE` in the environment (torchrun) this process is one rank, and `show` makes what shows the run.
+    With `RANK` and `WORLD_SIZE` in the environment (torchrun) this process is one rank, and `show` makes its display.
     Otherwise `parallel.ranks` processes are started here, and stopped together when one fails. Raises `RecipeError` or
     `CieraPolicyError`, before anything is started as far as that can be known.
     """
@@ -73,7 +73,7 @@ def run_local_ranks(command: Sequence[str], num_ranks: int, defaults: Mapping[st
 
 
 def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """What torchrun would set, for ranks of one machine; what the caller has set stays."""
+    """The environment that torchrun would make, for ranks of one machine; variables that the caller has set stay."""
     meeting = meeting_point(port)
     defaults = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)),

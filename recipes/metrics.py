@@ -12,7 +12,7 @@ from fsdp_ciera.recipes.config import Metrics
 
 
 class MetricWriter(Protocol):
-    """Where the numbers of a step go."""
+    """Writes the numbers of a step somewhere."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Records `values` of optimizer step `step`, counted from 1. Visible to readers on return."""

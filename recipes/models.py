@@ -403,9 +403,9 @@ def load_pretrained(folder: str | Path, name: str, dtype: torch.dtype = torch.bf
         "unexpected": sorted(key for key in info["unexpected_keys"] if not _SKIPPED_KEYS.search(key)),
         "of another shape": sorted(key for key, *_ in info["mismatched_keys"]),
     }
-    found = {kind: keys for kind, keys in problems.items() if keys}
-    if found:
-        listed = "; ".join(f"{len(keys)} {kind} (first: {keys[0]})" for kind, keys in found.items())
+    problems = {kind: keys for kind, keys in problems.items() if keys}
+    if problems:
+        listed = "; ".join(f"{len(keys)} {kind} (first: {keys[0]})" for kind, keys in problems.items())
         raise ValueError(f"{folder} does not fit {spec.class_name}: {listed}. Is it a checkpoint of {spec.hub_id}?")
     return cast(nn.Module, model)
 

@@ -62,9 +62,9 @@ def describe(hint: Any) -> str:
     return {bool: "true or false", int: "an integer", float: "a number", str: "a non-empty string"}[hint]
 
 
-def suggest(given: str, allowed: Iterable[str]) -> str:
+def suggest(name: str, allowed: Iterable[str]) -> str:
     """`" (did you mean 'steps'?)"` for the nearest allowed name, or nothing when none is near."""
-    nearest = difflib.get_close_matches(given, list(allowed), n=1)
+    nearest = difflib.get_close_matches(name, list(allowed), n=1)
     return f" (did you mean '{nearest[0]}'?)" if nearest else ""
 
 
@@ -92,7 +92,7 @@ def section_name(section: type[Section]) -> str:
 
 
 def build(section: type[S], table: object) -> S:
-    """One section from its TOML table. Unknown and missing keys are errors, as are values that are not allowed."""
+    """One section from its TOML table. Raises `RecipeError` for unknown or missing keys, and values that are not allowed."""
     name = section_name(section)
     if not isinstance(table, dict):
         raise RecipeError(f"{name}: got {_show(table)}, allowed: a table, written as [{name}]")

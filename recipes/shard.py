@@ -1,4 +1,4 @@
-"""Shards a transformers causal LM: one FSDP2 group per decoder layer, one for the rest."""
+"""Shards a transformers causal LM: one FSDP2 parameter group per decoder layer, one for the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LAYER_PATHS = ("model.layers", "model.language_model.layers", "language_model.m
 
 
 def build_mesh(parallel: Parallel, device: torch.device, num_ranks: int) -> DeviceMesh:
-    """The FSDP mesh: `(shard,)`, or `(replicate, shard)` for HSDP. Ranks that do not divide are a `RecipeError`."""
+    """The FSDP mesh: `(shard,)`, or `(replicate, shard)` for HSDP. Raises `RecipeError` if the ranks do not divide."""
     num_shards, remainder = divmod(num_ranks, parallel.replicate)
     if remainder:
         raise RecipeError(f"parallel.replicate: got {parallel.replicate}, allowed: a divisor of the {num_ranks} ranks")
@@ -42,9 +42,9 @@ def build_mesh(parallel: Parallel, device: torch.device, num_ranks: int) -> Devi
 def shard_model(model: nn.Module, recipe: Recipe, mesh: DeviceMesh) -> None:
     """Turns `model` (fp32, on CPU or the mesh's device) into an FSDP2 model in place.
 
-    Every decoder layer is a group of its own; embeddings, final norm and LM head form the root's, so that tied
-    embeddings stay in one group. Master weights stay fp32; gathers and compute are in `parallel.param_dtype`. With
-    `ciera.policy` other than `"none"` each group's gather goes through fsdp_ciera.
+    Every decoder layer is a parameter group of its own; embeddings, final norm and LM head form the root's, so that
+    tied embeddings stay in one parameter group. Master weights stay fp32; gathers and compute are in
+    `parallel.param_dtype`. With `ciera.policy` other than `"none"` every gather goes through fsdp_ciera.
     """
     parallel = recipe.parallel
     layers = decoder_layers(model)
@@ -88,8 +88,8 @@ def ciera_policy(recipe: Recipe) -> CieraPolicy | None:
         return None
     from fsdp_ciera.policy import CieraPolicy
 
-    given = {f.name: getattr(ciera, f.name) for f in fields(ciera) if f.name != "policy"}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    settings = {field.name: getattr(ciera, field.name) for field in fields(ciera) if field.name != "policy"}
+    changes: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
     if changes.get("cache_budget") == "none":
         changes["cache_budget"] = None
     changes |= {"learning_rate": recipe.optimizer.lr, "micro_batches": recipe.train.gradient_accumulation}

@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 def on_every_rank(action: Callable[[], T]) -> T:
-    """Runs `action` on each rank. A `RecipeError` on any rank is raised on all, the lowest rank's text.
+    """Runs `action` on each rank. A `RecipeError` on any rank is raised on all, with the lowest rank's text.
 
-    Collective over the default group, one small object gather; other exceptions are not shared.
+    Collective over the default process group, one small object gather; other exceptions are not shared.
     """
     error: str | None = None
     try:
@@ -24,16 +24,16 @@ def on_every_rank(action: Callable[[], T]) -> T:
         error = str(raised)
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
-    for found in errors:
-        if found is not None:
-            raise RecipeError(found)
+    for text in errors:
+        if text is not None:
+            raise RecipeError(text)
     return result
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:
     """Runs `action` on rank 0 and returns its result on all ranks, or raises its error on all of them.
 
-    Collective over the default group, one small object broadcast. A `RecipeError` stays one; anything else becomes a
+    Collective over the default process group, one small object broadcast. A `RecipeError` stays one; anything else becomes a
     `RuntimeError` that names it.
     """
     outcome: list[tuple[bool, T | Exception]] = []

@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_ciera.errors import RecipeError
 from fsdp_ciera.profiling.instruments import Instruments
-from fsdp_ciera.profiling.tracing import RecordedStep, build_trace, groups_of
+from fsdp_ciera.profiling.tracing import RecordedStep, build_trace, param_groups_of
 from fsdp_ciera.recipes.config import Recipe
 
 _WARMUP_STEPS = 2  # the first gathers are full ones
@@ -51,7 +51,7 @@ class Tracer:
             self._write()
 
     def enter(self, phase: str) -> None:
-        """The step goes on in this phase."""
+        """Begins a phase of the step."""
         if self._watch is not None:
             self._watch.enter(phase)
 
@@ -59,7 +59,7 @@ class Tracer:
         parallel = self._recipe.parallel
         trace = build_trace(
             self._recorded,
-            groups_of(self._model),
+            param_groups_of(self._model),
             contender="fsdp2" if self._recipe.ciera.policy == "none" else self._recipe.ciera.policy,
             world_size=dist.get_world_size(),
             ranks_per_host=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What a run, or the part of it after a resume, did. The same on every rank but for digest and stats."""
+    """The results of a run, or of its part after a resume. The same on every rank, except digest and stats."""
 
     first_step: int
     """Optimizer steps that a resumed checkpoint had behind it; the lists start after them."""
@@ -96,7 +96,7 @@ class _Run(NamedTuple):
 
 
 class Display(Protocol):
-    """What shows a run while it goes on."""
+    """Shows a run while it goes on."""
 
     def __enter__(self) -> Display: ...
 
@@ -139,8 +139,8 @@ def train(
 ) -> TrainResult:
     """Runs `recipe` to its last step. Collective: every rank of the process group calls it with the same recipe.
 
-    `observe` is called with the sharded model on every rank; what it returns watches the run. `show` makes what shows
-    it, on every rank, enabled on rank 0 if the recipe wants it (`fsdp_ciera.cli.progress.Progress`). Initialises the
+    `observe` is called with the sharded model on every rank; what it returns watches the run. `show` makes a display on
+    every rank, enabled on rank 0 if the recipe wants it (`fsdp_ciera.cli.progress.Progress`). Initialises the
     process group from the environment (as torchrun sets it) when there is none, and then ends it. Raises
     `RecipeError` or `CieraPolicyError` on all ranks together when recipe, files and model do not fit.
     """
@@ -227,7 +227,7 @@ def _run_steps(run: _Run, observer: Observer | None, show: Show) -> TrainResult:
 
 
 def _step(run: _Run, step: int, tracer: Tracer) -> dict[str, float]:
-    """One optimizer step; returns what the metrics record of it. Collective."""
+    """Takes one optimizer step. Returns what the metrics record of it. Collective."""
     started = time.perf_counter()
     before = _ciera_stats(run)
     rank, num_micro_batches = dist.get_rank(), run.batches.num_micro_batches
@@ -274,7 +274,7 @@ def _evaluate(run: _Run) -> float:
 
 
 def parameters_digest(model: nn.Module) -> str:
-    """sha256 over name and bytes of every local parameter shard, in the order of the names. Copies one at a time."""
+    """sha256 over name and bytes of every local parameter shard, in the order of the names. Copies one shard at a time."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -320,7 +320,7 @@ def _is_due(num_done: int, every: int, num_steps: int) -> bool:
 
 
 def _ciera_stats(run: _Run) -> CieraStats | None:
-    """What this rank has sent so far; `None` for stock FSDP2."""
+    """Counts of what this rank has sent so far; `None` for stock FSDP2."""
     if run.recipe.ciera.policy == "none":
         return None
     from fsdp_ciera.api import stats
@@ -330,7 +330,7 @@ def _ciera_stats(run: _Run) -> CieraStats | None:
 
 @contextmanager
 def _process_group(parallel: Parallel) -> Iterator[torch.device]:
-    """This rank's device, inside an initialised default group; ends the group on the way out if it made it."""
+    """Yields this rank's device while there is a default process group: makes one if there is none, and then ends it."""
     use_cuda = parallel.device == "cuda" or (parallel.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -353,7 +353,7 @@ def _process_group(parallel: Parallel) -> Iterator[torch.device]:
 
 @contextmanager
 def _deterministic(enabled: bool) -> Iterator[None]:
-    """Deterministic kernels where there are some, as the recipe says, and the caller's own setting afterwards."""
+    """Switches deterministic kernels on or off, as the recipe says, and restores the caller's setting afterwards."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     switch: Any = deterministic  # a module with a property, which mypy cannot see
     filled = switch.fill_uninitialized_memory

@@ -1,4 +1,4 @@
-"""What a device does for gathers: kernels, entropy coder, room for payloads, and when the host may look."""
+"""Backends: kernels, entropy coder and memory for the gathers of one kind of device, and when the host may look at it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Backend", "PlainBackend", "backend_of"]
 
 
 def backend_of(device: torch.device) -> Backend:
-    """What serves gathers on a device.
+    """Makes the backend that serves gathers on a device.
 
-    `FSDP_CIERA_KERNELS=reference` runs the codecs of a GPU in plain torch, `cuda` the kernels of CUDA wherever they are. Raises
-    `CieraPolicyError` for kernels that are asked for and cannot run.
+    `FSDP_CIERA_KERNELS=reference` runs the codecs of a GPU in plain torch; `cuda` runs the kernels of CUDA on any device.
+    Raises `CieraPolicyError` for kernels that are asked for and cannot run.
     """
     if device.type == "cuda" and not os.environ.get(VARIABLE):
         reason = _why_not_loaded(device)
@@ -34,7 +34,8 @@ def backend_of(device: torch.device) -> Backend:
 
 
 def _why_not_loaded(device: torch.device) -> str | None:
-    """Loads the kernels now, see [Note: Eager loading] in kernels/launch.py. -> why they cannot run there."""
+    """Loads the kernels now, see [Note: Eager loading] in kernels/launch.py. Returns the reason why they cannot run on the
+    device; `None` where they can."""
     reason = launch.why_not_available(device)
     if reason is None:
         try:

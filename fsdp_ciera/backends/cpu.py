@@ -1,4 +1,4 @@
-"""`CpuBackend`: kernels of the host build, zstd, and a host that may look at everything at once."""
+"""`CpuBackend`: kernels of the host build and zstd. The host may look at everything at once."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from fsdp_ciera.kernels.heads import (
 from fsdp_ciera.kernels.memory import Bytes, empty_bytes
 
 _MOST_OF_ROOM = 4
-"""[Note: Room for sections] Room for the largest sections that there can be is set aside, and pages that are never touched
-take no memory. What takes less than this part of it is copied out, since the rest of a huge page counts. Test:
+"""[Note: Room for sections] Room for the largest possible sections is set aside; pages that are never touched take no memory.
+Sections that take less than one part in this many of it are copied out, since the rest of a huge page counts as used. Test:
 test_memory.py, peak."""
 
 
 @dataclass(frozen=True)
 class HostEncoded:
-    """Sections side by side, with coding and bytes of each. None are kept of a payload that is as large as the shard."""
+    """Sections side by side in `data`, and the coding and bytes of each. Keeps none of a payload that is as large as the
+    shard."""
 
     data: Bytes
     entries: tuple[tuple[Coding, int], ...]
@@ -55,11 +56,11 @@ class HostEncoded:
 
     @property
     def numbers(self) -> torch.Tensor:
-        """Nothing that the host does not know."""
+        """No numbers, since the host knows them all."""
         return torch.empty(0, dtype=torch.int64, device="cpu")
 
     def learn(self, numbers: Sequence[int]) -> None:
-        """Nothing."""
+        """Takes nothing."""
         return None
 
 
@@ -71,38 +72,38 @@ class CpuBackend(Backend):
     checks_at_once = True
 
     def group_runs(self, runs: Sequence[Stretch]) -> list[list[int]]:
-        """Every run is a unit: what skews in one blurs in two."""
+        """Makes every run a unit of its own, since the skewed counts of one run blur with those of another."""
         return [[number] for number in range(len(runs))]
 
     def coder(self, unit: Unit, codec: str, in_place: bool) -> UnitCoder:
-        """zstd and the host's kernels."""
+        """Makes a coder with zstd and the host's kernels."""
         return HostCoder(unit)
 
     def supports(self, codec: str, dtype: torch.dtype) -> bool:
-        """All codecs."""
+        """Whether the codec supports `dtype`: all codecs run on CPU."""
         return CODECS[codec].supports(dtype)
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """See [Note: Huge pages] in kernels/memory.py."""
+        """Makes memory for payloads. See [Note: Huge pages] in kernels/memory.py."""
         return torch.from_numpy(empty_bytes(num_bytes))
 
     def checksum(self, rows: torch.Tensor) -> torch.Tensor:
-        """One pass."""
+        """Computes checksums in one pass."""
         return kernels_of(rows).checksum(rows)
 
     def collector(self, plan: PayloadPlan, codecs: Sequence[Codec]) -> SectionWriter:
-        """A buffer for the largest sections that there can be."""
+        """Makes a writer with a buffer for the largest possible sections."""
         return SectionWriter(empty_bytes(sum(codec.coder.most_section_bytes(codec.name) for codec in codecs)))
 
     def no_sections(self, codec: Codec, collector: SectionWriter) -> None:
-        """Empty ones."""
+        """Adds empty sections."""
         for _ in range(codec.num_sections):
             collector.empty()
 
     def seal(
         self, plan: PayloadPlan, codecs: Sequence[Codec], collector: SectionWriter, most_bytes: int, room_bytes: int = 0
     ) -> HostEncoded:
-        """See [Note: Room for sections]."""
+        """Completes the sections of one payload. See [Note: Room for sections]."""
         entries = tuple(collector.entries)
         assert len(entries) == plan.num_sections, (len(entries), plan.num_sections)
         stateless_bytes = 0
@@ -117,7 +118,7 @@ class CpuBackend(Backend):
         return HostEncoded(collector.written(_MOST_OF_ROOM), entries, num_bytes, min(repeat_bytes, most_bytes))
 
     def section_bytes(self, plan: PayloadPlan, encoded: Encoded) -> list[int]:
-        """As they were written."""
+        """Bytes of sections and table of each unit, as they were written."""
         assert isinstance(encoded, HostEncoded)
         if encoded.num_bytes == HEAD_BYTES:
             return [0] * len(plan.fixed_at)
@@ -128,7 +129,7 @@ class CpuBackend(Backend):
         ]
 
     def payload(self, plan: PayloadPlan, encoded: Encoded, num_bytes: int) -> torch.Tensor:
-        """Zeros behind the last section."""
+        """Makes a payload, with zeros behind the last section."""
         assert isinstance(encoded, HostEncoded)
         payload = empty_bytes(num_bytes)
         end = HEAD_BYTES
@@ -150,7 +151,7 @@ class CpuBackend(Backend):
         agreed: torch.Tensor,
         payload_bytes: torch.Tensor,
     ) -> None:
-        """At once."""
+        """Writes the head at once."""
         head = payload[:HEAD_BYTES].numpy().view(HEAD)
         head["name"] = name if int(checksum) == int(agreed) else BROKEN_PROMISE
         head["checksum"] = checksum.numpy().view("<u8")
@@ -158,28 +159,28 @@ class CpuBackend(Backend):
         head["magic"], head["wire_version"], head["alignment"] = MAGIC, WIRE_VERSION, self.alignment
 
     def check_heads(self, heads: torch.Tensor, own: int, name: int, damage: torch.Tensor) -> torch.Tensor:
-        """At once."""
+        """Checks heads at once."""
         table = heads[:, :HEAD_BYTES].contiguous().numpy().view(HEAD).reshape(-1)
         is_ours = table["magic"] == MAGIC
         is_ours &= (table["wire_version"] == WIRE_VERSION) & (table["alignment"] == self.alignment)
         names = table["name"]
-        found = Damage(0)
-        for flag, where in (
+        flags = Damage(0)
+        for flag, has_flag in (
             (Damage.FOREIGN, ~is_ours),
             (Damage.BROKEN_PROMISE, is_ours & (names == BROKEN_PROMISE)),
             (Damage.FAILED, is_ours & (names == FAILED)),
             (Damage.OTHER_GATHER, is_ours & (names > FAILED) & (names != name)),
         ):
-            if where.any():
-                found |= flag
-        damage |= int(found)
+            if has_flag.any():
+                flags |= flag
+        damage |= int(flags)
         return torch.from_numpy((is_ours & (names == name)).astype(np.int32))
 
     def open(
         self, plan: PayloadPlan, codecs: Sequence[Codec], payloads: torch.Tensor, own: int, row_ok: torch.Tensor,
         damage: torch.Tensor,
     ) -> list[list[PeerParts]]:  # fmt: skip
-        """Raises `CieraDecodeError` where a table does not fit its payload."""
+        """Opens payloads. Raises `CieraDecodeError` where a table does not fit its payload."""
         opened: list[list[PeerParts]] = [[] for _ in codecs]
         ends = (*plan.first_sections[1:], plan.num_sections)
         lengths = payloads[:, :HEAD_BYTES].contiguous().numpy().view(HEAD).reshape(-1)["payload_bytes"].tolist()
@@ -197,7 +198,7 @@ class CpuBackend(Backend):
 
 
 def read_sections(plan: PayloadPlan, payload: torch.Tensor, length: int) -> list[StoredSection]:
-    """uint8 [at least length] of one rank -> its sections, as views.
+    """Reads the payload of one rank, uint8 [at least length] -> its sections, as views.
 
     Raises `CieraDecodeError` unless head, table, fixed parts and sections fill the payload exactly.
     """

@@ -1,4 +1,4 @@
-"""`CudaBackend`: tile kernels, numbers that stay on the device, and a host that looks once an agreement.
+"""`CudaBackend`: tile kernels. Numbers stay on the device, and the host looks at them once an agreement.
 
 NOT YET RUN ON A GPU. Tests run the same kernels on CPU tensors, through the shim or the interpreter (docs/kernels.md).
 
@@ -23,7 +23,7 @@ from fsdp_ciera.kernels.tiles import Payloads, SectionRoom, TileKernels
 
 
 class TileEncoded:
-    """Sections in an arena, with the table of their ends. Whatever depends on the values is on the device.
+    """Sections in an arena, with the table of their ends. All that depends on the values is on the device.
 
     A payload that has no room in the arena counts as large as the shard, see [Note: Room of an arena].
     """
@@ -38,30 +38,30 @@ class TileEncoded:
     ) -> None:
         self.arena = arena
         self.table = table
-        """int64 [num_sections]"""
+        """The ends of the sections, int64 [num_sections]."""
         self.numbers = sizes
-        """int64 [num_sections]: what the host must learn, bytes of the sections."""
+        """Bytes of the sections, int64 [num_sections], which the host must read."""
         self.payload_bytes = payload_bytes
         self.repeat_bytes = repeat_bytes
         self.section_bytes: list[int] = [0] * len(sizes)
-        """Once the host has learned it."""
+        """Bytes of each section; 0 until the host has read them."""
 
     def learn(self, numbers: Sequence[int]) -> None:
-        """The host has read `numbers`."""
+        """Takes `numbers`, once the host has read them."""
         self.section_bytes = list(numbers)
 
     @property
     def needed_bytes(self) -> int:
-        """Of an arena, once the host has learned it."""
+        """Bytes of an arena that holds these sections, once the host has read theirs."""
         return sum(_aligned(num_bytes) for num_bytes in self.section_bytes)
 
 
 class CudaBackend(Backend):
     """See `fsdp_ciera.backends.base.Backend`. `kernels` are the tile kernels: launched from PTX, or plain torch.
 
-    [Note: Room of an arena] How much a payload takes is known on the device only, and its room must be there before. It is a
-    quarter of the shard at first, and then a quarter more than the last agreement took. What does not fit is not written, and
-    its shard travels as it is. Test: test_tile_backend.py, an arena that is too small.
+    [Note: Room of an arena] Only the device knows how many bytes a payload takes, and its room must be set aside before. The
+    room is a quarter of the shard at first, and then a quarter more than the last agreement took. Sections that do not fit are
+    not written, and the shard travels as it is. Test: test_tile_backend.py, an arena that is too small.
     """
 
     alignment = ALIGNMENT
@@ -73,42 +73,42 @@ class CudaBackend(Backend):
         self._kernels = kernels
 
     def group_runs(self, runs: Sequence[Stretch]) -> list[list[int]]:
-        """All runs with the same codec: runs are an axis of the kernels."""
+        """Makes one unit of all runs with the same codec, since runs are an axis of the kernels."""
         return units_by_codec([run.codec for run in runs])
 
     def coder(self, unit: Unit, codec: str, in_place: bool) -> UnitCoder:
-        """Makes the tables of its tiles, on the device."""
+        """Makes a coder, with the tables of its tiles on the device."""
         return TileCoder(unit, codec, in_place, self._kernels, self.device)
 
     def supports(self, codec: str, dtype: torch.dtype) -> bool:
-        """See the codec."""
+        """Whether the codec runs on CUDA and supports `dtype`."""
         return codec in NUM_SECTIONS and CODECS[codec].supports(dtype)
 
     def numbers(self, *values: int) -> torch.Tensor:
-        """From pinned memory, so that the host does not wait."""
-        told = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
-        return told.to(self.device, non_blocking=True)
+        """Puts numbers on the device from pinned memory, so that the host does not wait."""
+        on_host = torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
+        return on_host.to(self.device, non_blocking=True)
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Begins at a multiple of 16 bytes, as all memory of torch does."""
+        """Makes memory for payloads. It begins at a multiple of 16 bytes, as all memory of torch does."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def checksum(self, rows: torch.Tensor) -> torch.Tensor:
-        """Two launches."""
+        """Computes checksums. Costs two launches."""
         return self._kernels.checksum(rows)
 
     def collector(self, plan: PayloadPlan, codecs: Sequence[Codec]) -> TileSections:
-        """An empty one."""
+        """Makes an empty collector."""
         return TileSections(self.device)
 
     def no_sections(self, codec: Codec, collector: TileSections) -> None:
-        """Empty ones."""
+        """Adds empty sections."""
         collector.sizes.append(torch.zeros(codec.num_sections, dtype=torch.int64, device=self.device))
 
     def seal(
         self, plan: PayloadPlan, codecs: Sequence[Codec], collector: TileSections, most_bytes: int, room_bytes: int
     ) -> TileEncoded:
-        """See [Note: Room of an arena]."""
+        """Completes the sections of one payload. See [Note: Room of an arena]."""
         sizes = torch.cat(collector.sizes) if plan.num_sections else self.numbers()
         assert len(sizes) == plan.num_sections, (len(sizes), plan.num_sections)
         most = torch.full((1,), most_bytes, dtype=torch.int64, device=self.device)
@@ -129,7 +129,7 @@ class CudaBackend(Backend):
         return TileEncoded(arena, table, sizes, torch.minimum(total, most), repeat)
 
     def _repeat_bytes(self, plan: PayloadPlan, codecs: Sequence[Codec], sizes: torch.Tensor) -> torch.Tensor:
-        """Of a gather of values that did not change: int64 [1]. Codecs without state send their sections again."""
+        """Bytes of the payload of values that did not change, int64 [1]. Codecs without state send their sections again."""
         if not plan.has_fixed_parts:
             return self.numbers(HEAD_BYTES)
         is_sent = [int(codec.stateless) for codec in codecs for _ in range(codec.num_sections)]
@@ -138,12 +138,12 @@ class CudaBackend(Backend):
         return _end_of(self._kernels.section_table(sizes * self.numbers(*is_sent), plan.sections_at, TILES))
 
     def room_bytes_after(self, encoded: Encoded, shard_bytes: int) -> int:
-        """See [Note: Room of an arena]."""
+        """Bytes to set aside for the next sections. See [Note: Room of an arena]."""
         assert isinstance(encoded, TileEncoded)
         return min(shard_bytes, max(self.first_room_bytes(shard_bytes), encoded.needed_bytes * 5 // 4))
 
     def section_bytes(self, plan: PayloadPlan, encoded: Encoded) -> list[int]:
-        """As they were read at the agreement."""
+        """Bytes of sections and table of each unit, as they were read at the agreement."""
         assert isinstance(encoded, TileEncoded)
         ends = (*plan.first_sections[1:], plan.num_sections)
         return [
@@ -152,7 +152,7 @@ class CudaBackend(Backend):
         ]
 
     def payload(self, plan: PayloadPlan, encoded: Encoded, num_bytes: int) -> torch.Tensor:
-        """What is behind the own sections is whatever was there."""
+        """Makes a payload. The memory behind this rank's sections is uninitialised."""
         assert isinstance(encoded, TileEncoded)
         payload = self.empty(num_bytes)
         if plan.num_sections:
@@ -171,11 +171,11 @@ class CudaBackend(Backend):
         agreed: torch.Tensor,
         payload_bytes: torch.Tensor,
     ) -> None:
-        """One launch."""
+        """Writes the head. Costs one launch."""
         self._kernels.write_head(payload, name, checksum, agreed, payload_bytes)
 
     def check_heads(self, heads: torch.Tensor, own: int, name: int, damage: torch.Tensor) -> torch.Tensor:
-        """One launch."""
+        """Checks heads. Costs one launch."""
         return self._kernels.check_heads(heads, own, name, damage)
 
     def open(
@@ -187,54 +187,54 @@ class CudaBackend(Backend):
         row_ok: torch.Tensor,
         damage: torch.Tensor,
     ) -> list[Any]:
-        """Where each unit finds its parts."""
-        places = zip(plan.fixed_at, plan.fixed_bytes, plan.first_sections, strict=True)
+        """Returns where each unit finds its parts."""
+        units = zip(plan.fixed_at, plan.fixed_bytes, plan.first_sections, strict=True)
         return [
             TileReceived(
                 Payloads(payloads, own, row_ok, HEAD_BYTES, plan.sections_at, first), fixed_at, fixed_bytes, damage
             )
-            for fixed_at, fixed_bytes, first in places
+            for fixed_at, fixed_bytes, first in units
         ]
 
 
 class DamageWatch:
-    """Flags of channels on their way to the host, without a wait in a gather.
+    """Copies the flags of channels to the host, without a wait in a gather.
 
-    [Note: Told before the optimizer] A gather copies its flag to pinned memory, behind its last kernel. The host reads all of
-    them before an optimizer step, when the gathers are long done, and raises before wrong gradients reach the weights; all
-    ranks that saw the damage do. The next agreement tells all ranks together. Test: test_tile_backend.py, damage stops the
+    [Note: Told before the optimizer] A gather copies its flag to pinned memory, behind its last kernel. The host reads all
+    flags before an optimizer step, when the gathers are long done. All ranks that saw the damage raise then, before wrong
+    gradients reach the weights. The next agreement tells all ranks together. Test: test_tile_backend.py, damage stops the
     optimizer.
     """
 
     def __init__(self) -> None:
-        self._told: dict[str, tuple[torch.Tensor, torch.cuda.Event | None]] = {}
+        self._host_flags: dict[str, tuple[torch.Tensor, torch.cuda.Event | None]] = {}
 
     def tell(self, where: str, damage: torch.Tensor) -> None:
-        """Sends a channel's flag, int32 [1], on its way."""
+        """Starts the copy of a channel's flag, int32 [1], to the host."""
         is_cuda = damage.device.type == "cuda"
-        told, event = self._told.get(where, (None, None))
-        if told is None:  # made once, since making it may wait
-            told = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
+        host_flag, event = self._host_flags.get(where, (None, None))
+        if host_flag is None:  # made once, since making it may wait
+            host_flag = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
             event = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
-        told.copy_(damage, non_blocking=True)
+        host_flag.copy_(damage, non_blocking=True)
         if event is not None:
             event.record()
-        self._told[where] = told, event
+        self._host_flags[where] = host_flag, event
 
     def read(self) -> dict[str, int]:
-        """The flags that are set, by channel; they are clear then. The host waits for the last gathers."""
-        found = {}
-        for where, (told, event) in self._told.items():
+        """Returns the flags that are set, by channel, and clears them. The host waits for the last gathers."""
+        set_flags = {}
+        for where, (host_flag, event) in self._host_flags.items():
             if event is not None:
                 event.synchronize()  # type: ignore[no-untyped-call]
-            if int(told):
-                found[where] = int(told)
-                told.zero_()
-        return found
+            if int(host_flag):
+                set_flags[where] = int(host_flag)
+                host_flag.zero_()
+        return set_flags
 
 
 def _end_of(table: torch.Tensor) -> torch.Tensor:
-    """Bytes of the payload with this table, int64 [1]."""
+    """Bytes of the payload with this table, int64 [1], rounded up to `ALIGNMENT`."""
     return ((table[-1:] & ((1 << CODING_SHIFT) - 1)) + (ALIGNMENT - 1)) & -ALIGNMENT
 
 

@@ -1,4 +1,4 @@
-"""`PlainBackend`: where no kernels can run, gathers are those of stock FSDP2."""
+"""`PlainBackend`: gathers as in stock FSDP2, for devices on which no kernels can run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fsdp_ciera.kernels import reference_tiles
 
 
 class PlainBackend(CudaBackend):
-    """Has no codec, so that nothing is planned or sent but plain gathers. `reason` says why."""
+    """A backend without codecs, so that only plain gathers are planned and made. `reason` says why."""
 
     def __init__(self, device: torch.device, reason: str) -> None:
         super().__init__(device, reference_tiles, "none")
         self.reason = reason
 
     def supports(self, codec: str, dtype: torch.dtype) -> bool:
-        """None."""
+        """False for every codec."""
         return False

@@ -2,8 +2,8 @@
 
 values      offsets by tile, a bitmap of bitmaps in two levels, moves, literals
 exponents   the same without literals
-blocks      which blocks, offsets by 64 blocks, exponents
-symbols     offsets by tile, the largest exponent of each, and what is too far below it; in the fixed part nibbles
+blocks      which blocks changed, offsets by 64 blocks, exponents
+symbols     offsets by tile, the largest exponent of each tile, and the exponents too far below it; nibbles in the fixed part
 
 Counts stay on the device: sections are counted first, and written when the table of all sections of the payload is known.
 """
@@ -21,40 +21,41 @@ from fsdp_ciera.kernels.formats import FORMATS, FloatFormat, packed_bytes
 from fsdp_ciera.kernels.tiles import PLANE_PADDING, Payloads, SectionRoom, TileKernels, make_tiles
 
 NUM_SECTIONS = {"raw": 0, "entropy": 3, "exponent_block": 3, "exponent_delta": 4, "value_delta": 5}
-"""By codec: sections of a unit."""
+"""The number of sections of a unit, by codec."""
 
 
 @dataclass
 class TileSections:
-    """What codecs have found, until the sections can be written."""
+    """The sizes of sections, and the functions that write them once the table of the payload is known."""
 
     device: torch.device
     sizes: list[torch.Tensor] = field(default_factory=list)
-    """int64 [sections] of each unit, in bytes."""
+    """Bytes of the sections of each unit, int64 [sections]."""
     packs: list[Callable[[SectionRoom], None]] = field(default_factory=list)
-    """Write the sections of units, in any order."""
+    """Functions that write the sections of units; they may be called in any order."""
     is_full: bool = False
     """Whether some unit can only be sent as it is."""
 
     @property
     def num_sections(self) -> int:
-        """So far."""
+        """The number of sections added so far."""
         return sum(map(len, self.sizes))
 
 
 @dataclass(frozen=True)
 class TileReceived:
-    """All ranks' payloads, as one unit reads them."""
+    """All ranks' payloads, with the positions of one unit's parts."""
 
     payloads: Payloads
     fixed_at: int
+    """The position of the unit's fixed part, in bytes from the payload's beginning."""
     fixed_bytes: int
     damage: torch.Tensor
-    """int32 [1]"""
+    """Bits of `fsdp_ciera.kernels.heads.Damage`, int32 [1]."""
 
 
 class TileCoder:
-    """See `fsdp_ciera.codecs.base.UnitCoder`. Sets bits of the flag where a payload is damaged, and waits for nothing."""
+    """See `fsdp_ciera.codecs.base.UnitCoder`. Sets bits of the flag where a payload is damaged; never waits for the device."""
 
     def __init__(self, unit: Unit, codec: str, in_place: bool, kernels: TileKernels, device: torch.device) -> None:
         self.unit = unit
@@ -75,52 +76,52 @@ class TileCoder:
 
     @property
     def plane_bytes(self) -> int:
-        """Low bytes of all values, and behind them the packed top bits; runs are padded to 64 values."""
+        """Bytes of the plane: low bytes of all values, and behind them the packed top bits; runs are padded to 64 values."""
         num_values = self._tiles.num_plane_values
         return num_values * self._format.low_bytes + packed_bytes(num_values, self._format.top_bits)
 
     @property
     def symbol_plane_bytes(self) -> int:
-        """Half a byte more for each value."""
+        """Bytes of the plane, and half a byte more for each value."""
         return self.plane_bytes + self._tiles.num_plane_values // 2
 
     @property
     def raw_bytes(self) -> int:
-        """The values as they are."""
+        """Bytes of the values as they are."""
         return self.unit.num_values * self.unit.item_bytes
 
     def num_sections(self, codec: str) -> int:
-        """See the top of this file."""
+        """The number of sections that the codec of that name writes here. See the top of this file."""
         return NUM_SECTIONS[codec]
 
     def most_section_bytes(self, codec: str) -> int:
-        """Not asked for: room is what gathers took before (cuda.py)."""
+        """Never called: the room is what the last agreement took (cuda.py)."""
         raise AssertionError("sections on CUDA are written into an arena")
 
     # the fixed part
 
     def fill_raw(self, values: torch.Tensor, fixed: torch.Tensor) -> None:
-        """A copy a run."""
-        for place, run in self._raw_places(fixed):
-            run.copy_(values[place].view(torch.uint8))
+        """Copies the values. Costs one copy a run."""
+        for in_shard, run in self._raw_runs(fixed):
+            run.copy_(values[in_shard].view(torch.uint8))
 
     def read_raw(self, received: TileReceived, output: torch.Tensor) -> None:
-        """A copy a run, of all ranks' rows."""
+        """Copies all ranks' values. Costs one copy a run."""
         start = received.fixed_at
         parts = received.payloads.data[:, start : start + received.fixed_bytes]
-        for place, runs in self._raw_places(parts):
-            output[:, place].view(torch.uint8).copy_(runs)
+        for in_shard, runs in self._raw_runs(parts):
+            output[:, in_shard].view(torch.uint8).copy_(runs)
 
-    def _raw_places(self, parts: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Each run's place in a shard, and its bytes in parts uint8 [..., raw bytes]."""
-        at = 0
+    def _raw_runs(self, parts: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yields each run's slice of a shard, and its bytes in parts uint8 [..., raw bytes]."""
+        position = 0
         for start, num_values in self.unit.stretches:
             num_bytes = num_values * self.unit.item_bytes
-            yield slice(start, start + num_values), parts[..., at : at + num_bytes]
-            at += num_bytes
+            yield slice(start, start + num_values), parts[..., position : position + num_bytes]
+            position += num_bytes
 
     def fill_plane(self, values: torch.Tensor, fixed: torch.Tensor, exponents: torch.Tensor | None = None) -> None:
-        """One launch."""
+        """Writes the sign+mantissa plane. Costs one launch."""
         num_low = self._tiles.num_plane_values * self._format.low_bytes
         top = fixed[num_low:] if self._format.top_bits else None
         self._kernels.split_tiles(values, self._tiles, self._format, fixed[:num_low], top, exponents)
@@ -128,48 +129,48 @@ class TileCoder:
     # state
 
     def exponent_rows(self, num_rows: int, in_blocks: bool = False) -> torch.Tensor:
-        """Of the tiles' state."""
+        """Makes zeros, uint8 [num_rows, values of the tiles' state]."""
         shape = (num_rows, self._tiles.num_state_values)
         return torch.zeros(shape, dtype=torch.uint8, device=self._device)
 
     def value_rows(self) -> torch.Tensor:
-        """Of the tiles' state."""
+        """Makes zeros for all ranks' values, [world_size, values of the tiles' state]."""
         shape = (self.unit.world_size, self._tiles.num_state_values)
         return torch.zeros(shape, dtype=self.unit.dtype, device=self._device)
 
     def take_exponents(self, output: torch.Tensor, exponents: torch.Tensor) -> None:
-        """One launch."""
+        """Takes all peers' exponents out of an output. Costs one launch."""
         self._kernels.split_rows(output, self.unit.rank, self._tiles, self._format, exponents)
 
     def take_own_exponents(self, values: torch.Tensor, exponents: torch.Tensor) -> None:
-        """One launch."""
+        """Takes this rank's exponents. Costs one launch."""
         self._kernels.split_tiles(values, self._tiles, self._format, None, None, exponents)
 
     def take_values(self, output: torch.Tensor, rows: torch.Tensor) -> None:
-        """A copy a run, of all ranks' rows."""
-        for place, in_state in self._places():
-            _integers(rows[:, in_state]).copy_(_integers(output[:, place]))
+        """Takes all ranks' values out of an output. Costs one copy a run."""
+        for in_shard, in_state in self._state_slices():
+            _integers(rows[:, in_state]).copy_(_integers(output[:, in_shard]))
 
     def keep_own_values(self, values: torch.Tensor, rows: torch.Tensor) -> None:
-        """A copy a run."""
-        for place, in_state in self._places():
-            _integers(rows[self.unit.rank, in_state]).copy_(_integers(values[place]))
+        """Copies this rank's values into its row. Costs one copy a run."""
+        for in_shard, in_state in self._state_slices():
+            _integers(rows[self.unit.rank, in_state]).copy_(_integers(values[in_shard]))
 
-    def _places(self) -> Iterator[tuple[slice, slice]]:
-        """Each run's place in a shard, and in the state of values."""
-        at = 0
+    def _state_slices(self) -> Iterator[tuple[slice, slice]]:
+        """Yields each run's slice of a shard, and its slice of the state of values."""
+        position = 0
         for start, num_values in self.unit.stretches:
-            yield slice(start, start + num_values), slice(at, at + num_values)
-            at += -(-num_values // PLANE_PADDING) * PLANE_PADDING
+            yield slice(start, start + num_values), slice(position, position + num_values)
+            position += -(-num_values // PLANE_PADDING) * PLANE_PADDING
 
     # writing
 
     def hash_blocks(self, values: torch.Tensor) -> torch.Tensor:
-        """One launch."""
+        """Hashes the exponents of each block. Costs one launch."""
         return self._kernels.hash_blocks(values, self._tiles, self._format, None)[0]
 
     def write_symbols(self, values: torch.Tensor, sections: TileSections) -> None:
-        """Two launches."""
+        """Adds the sections of all exponents. Costs two launches."""
         kernels, tiles, fmt = self._kernels, self._tiles, self._format
         scan = kernels.scan_symbols(values, tiles, fmt)
         self._tops = scan.tops
@@ -178,14 +179,14 @@ class TileCoder:
         sections.packs.append(lambda room: kernels.pack_symbols(values, tiles, fmt, scan, _from(room, first)))
 
     def fill_symbols(self, values: torch.Tensor, fixed: torch.Tensor) -> None:
-        """Two launches."""
+        """Writes the sign+mantissa plane and the nibbles. Costs two launches."""
         assert self._tops is not None
         self.fill_plane(values, fixed)
         self._kernels.put_nibbles(values, self._tiles, self._format, self._tops, fixed[self.plane_bytes :])
         self._tops = None
 
     def merge_symbols(self, received: TileReceived, output: torch.Tensor) -> None:
-        """One launch."""
+        """Merges exponents and planes into values. Costs one launch."""
         self._kernels.merge_symbols(
             received.payloads, received.fixed_at, self._tiles, self._format, output, received.damage
         )
@@ -193,8 +194,8 @@ class TileCoder:
     def write_blocks(
         self, values: torch.Tensor, hashes: torch.Tensor, last: torch.Tensor | None, sections: TileSections
     ) -> tuple[int, int]:
-        """Two launches. All blocks are as large as the values themselves, so that is not tried. The host does not know how many
-        blocks changed."""
+        """Adds the sections of changed blocks. Costs two launches. Without `last`, the unit is sent as it is, since all
+        exponents with the plane take as much. Returns 0 reused blocks, since the host does not know how many changed."""
         kernels, tiles, fmt = self._kernels, self._tiles, self._format
         if last is None:
             self._add_full(sections, NUM_SECTIONS["exponent_block"])
@@ -207,7 +208,7 @@ class TileCoder:
         return tiles.num_blocks, 0
 
     def write_exponent_changes(self, values: torch.Tensor, last: torch.Tensor | None, sections: TileSections) -> None:
-        """Two launches. Without last ones: all exponents, which is not tried."""
+        """Adds the sections of changed exponents. Costs two launches. Without `last`, the unit is sent as it is."""
         kernels, tiles, fmt = self._kernels, self._tiles, self._format
         if last is None:
             self._add_full(sections, NUM_SECTIONS["exponent_delta"])
@@ -220,7 +221,7 @@ class TileCoder:
     def write_value_changes(
         self, values: torch.Tensor, rows: torch.Tensor | None, is_flat: bool, sections: TileSections
     ) -> None:
-        """Two launches. Without last values: every value, which is not tried."""
+        """Adds the sections of changed values. Costs two launches. Without `rows`, the unit is sent as it is."""
         kernels, tiles, fmt = self._kernels, self._tiles, self._format
         if rows is None:
             self._add_full(sections, NUM_SECTIONS["value_delta"])
@@ -240,38 +241,38 @@ class TileCoder:
     # reading
 
     def read_blocks(self, received: TileReceived, exponents: torch.Tensor) -> None:
-        """One launch."""
+        """Puts the sent blocks into the peers' exponents. Costs one launch."""
         self._kernels.put_blocks(received.payloads, self._tiles, exponents, received.damage)
 
     def read_exponent_changes(self, received: TileReceived, exponents: torch.Tensor) -> None:
-        """One launch."""
+        """Applies the peers' changes to their exponents. Costs one launch."""
         self._kernels.apply_exponents(received.payloads, self._tiles, exponents, received.damage)
 
     def merge(self, exponents: torch.Tensor, received: TileReceived, output: torch.Tensor) -> None:
-        """One launch."""
+        """Merges exponents and planes into values. Costs one launch."""
         self._kernels.merge_rows(exponents, received.payloads, received.fixed_at, self._tiles, self._format, output)
 
     def read_value_changes(self, received: TileReceived, rows: torch.Tensor, is_flat: bool) -> None:
-        """One launch."""
+        """Applies the peers' changes to their rows. Costs one launch."""
         self._kernels.apply_values(received.payloads, self._tiles, self._format, BYTE_ESCAPE, rows, received.damage)
 
     def copy_values(self, rows: torch.Tensor, output: torch.Tensor, is_flat: bool) -> None:
-        """One launch."""
+        """Copies the peers' rows into an output. Costs one launch."""
         self._kernels.copy_out(rows, self.unit.rank, self._tiles, output)
 
 
 def _from(room: SectionRoom, first: int) -> SectionRoom:
-    """The same room, for the unit whose sections begin at number `first`."""
+    """The same room, for the unit whose first section has number `first`."""
     return SectionRoom(room.arena, room.table, room.arena_at, first, room.sections_at)
 
 
 def _integers(values: torch.Tensor) -> torch.Tensor:
-    """Copies of floats may quiet signalling NaNs on some devices."""
+    """Views floats as integers to copy them: copies of floats may quiet signalling NaNs on some devices."""
     return values.view(FORMATS[values.dtype].int_dtype)
 
 
 def units_by_codec(codecs: Sequence[str]) -> list[list[int]]:
-    """Numbers of the runs with the same codec, by codec, in the order in which codecs first come."""
+    """The numbers of the runs of each codec, in the order in which the codecs first come."""
     numbers: dict[str, list[int]] = {}
     for number, codec in enumerate(codecs):
         numbers.setdefault(codec, []).append(number)

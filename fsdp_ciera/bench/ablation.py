@@ -1,4 +1,4 @@
-"""The paper's Table 3: CIERA's parts switched on one after the other, as speed-ups over stock FSDP2."""
+"""The paper's Table 3: the speed-ups over stock FSDP2 as CIERA's parts are switched on one after the other."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class AblationStep:
     """One column of the table."""
 
     label: str
-    """What is added, such as `+BSC`."""
+    """Name of the added part, such as `+BSC`."""
     seconds: float
-    """Median of the timed iterations, NaN if there are none."""
+    """Median seconds of a timed iteration; NaN without timed iterations."""
     speedup: float
-    """Over stock FSDP2, with everything that the steps before it brought; NaN if unknown."""
+    """Speed-up over stock FSDP2 of this step and all steps before it; NaN if unknown."""
     reason: str | None
-    """Why the speed-up is unknown."""
+    """Why the speed-up is unknown; `None` if it is known."""
     caveat: str | None
-    """What an earlier step had and this one lacks."""
+    """What an earlier step has and this one lacks; `None` if nothing."""
 
 
 def ablation_steps(
@@ -32,16 +32,16 @@ def ablation_steps(
     ablation: Sequence[tuple[str, str]] = ABLATION,
     contenders: Mapping[str, Contender] = CONTENDERS,
 ) -> list[AblationStep]:
-    """One for each (label, contender key) of `ablation`, in its order."""
+    """Returns one step for each (label, contender key) of `ablation`, in that order."""
     stock_seconds = median_seconds(results.of(FSDP2))
-    made, was_settled = [], False
+    steps, was_settled = [], False
     for label, key in ablation:
         contender = contenders.get(key)
         is_settled = contender is not None and contender.settle
         caveat = "without sizes settled ahead" if was_settled and not is_settled else None
         was_settled |= is_settled
-        made.append(_step(label, key, results, contender, stock_seconds, caveat))
-    return made
+        steps.append(_step(label, key, results, contender, stock_seconds, caveat))
+    return steps
 
 
 def _step(

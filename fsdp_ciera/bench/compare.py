@@ -13,12 +13,12 @@ from fsdp_ciera.errors import ReportError
 BAR_PERCENT = 10.0
 _MUST_AGREE = ("hosts", "ranks_per_host", "rate", "mode", "model", "num_parameters", "tokens_per_rank", "learning_rate",
                "reduce_dtype", "reduce_scatter")  # fmt: skip
-"""Fields of `Setting` without which ratios are of different things."""
+"""Fields of `Setting` that must be equal for ratios to be comparable."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One contender in both runs. Ratios are median seconds of FSDP2 / median seconds; NaN where it was not measured."""
+    """One contender in both runs. A ratio is median seconds of FSDP2 / its median seconds, NaN in a run without it."""
 
     contender: str
     first_ratio: float
@@ -26,7 +26,7 @@ class Compared:
 
     @property
     def apart_percent(self) -> float:
-        """By how much the larger ratio is above the smaller one."""
+        """Difference between the two ratios, in percent of the smaller one."""
         return 100 * (max(self.first_ratio, self.second_ratio) / min(self.first_ratio, self.second_ratio) - 1)
 
 
@@ -35,30 +35,30 @@ class Comparison:
     """Two runs of the same job in the same setting."""
 
     setting: Setting
-    """Of the first run."""
+    """Setting of the first run."""
     stock_seconds: tuple[float, float]
-    """Medians of FSDP2; not judged, since machines are not equally fast every day."""
+    """Median seconds of FSDP2 in both runs; not judged, since machines are not equally fast every day."""
     rows: tuple[Compared, ...]
-    """Every contender of either run except FSDP2, whose ratio is 1."""
+    """All contenders of either run except FSDP2, whose ratio is 1."""
 
     @property
     def both(self) -> list[Compared]:
-        """Those measured in both runs."""
+        """Contenders measured in both runs."""
         return [row for row in self.rows if not math.isnan(row.first_ratio + row.second_ratio)]
 
     @property
     def worst(self) -> Compared:
-        """The row whose ratios are furthest apart."""
+        """Contender whose ratios are furthest apart."""
         return max(self.both, key=lambda row: row.apart_percent)
 
     @property
     def agrees(self) -> bool:
-        """Whether no contender's ratios are further apart than the bar."""
+        """Whether the ratios of every contender are at most `BAR_PERCENT` apart."""
         return self.worst.apart_percent <= BAR_PERCENT
 
     @property
     def text(self) -> str:
-        """One line that says so."""
+        """Verdict in one line."""
         word = "agree" if self.agrees else "DO NOT AGREE"
         return (
             f"{len(self.both)} ratios {word} within {BAR_PERCENT:g} %: furthest apart {self.worst.contender}, "
@@ -75,7 +75,7 @@ def compare(first: Results, second: Results) -> Comparison:
         ours, theirs = getattr(first.setting, name), getattr(second.setting, name)
         if ours != theirs:
             raise ReportError(f"runs with {name}={ours!r} and {name}={theirs!r} cannot be compared: must be the same")
-    seconds = [{one.contender: median_seconds(one) for one in run.measured} for run in (first, second)]
+    seconds = [{measured.contender: median_seconds(measured) for measured in run.measured} for run in (first, second)]
     stock = (seconds[0].get(FSDP2, math.nan), seconds[1].get(FSDP2, math.nan))
     rows = tuple(
         Compared(
@@ -86,9 +86,9 @@ def compare(first: Results, second: Results) -> Comparison:
         for key in dict.fromkeys([*seconds[0], *seconds[1]])
         if key != FSDP2
     )
-    made = Comparison(setting=first.setting, stock_seconds=stock, rows=rows)
-    if not made.both:
+    comparison = Comparison(setting=first.setting, stock_seconds=stock, rows=rows)
+    if not comparison.both:
         raise ReportError(
             f"no ratio was measured in both runs: one has {list(seconds[0])}, the other {list(seconds[1])}"
         )
-    return made
+    return comparison

@@ -12,7 +12,7 @@ from fsdp_ciera.policy import CieraPolicy
 
 
 class Kind(StrEnum):
-    """Whose it is."""
+    """Origin of a contender."""
 
     STOCK = "stock"
     PEER = "peer"
@@ -28,23 +28,23 @@ class Contender:
     """For tables and pictures; ASCII, at most 32 characters."""
     kind: Kind
     reshard_after_forward: bool | str = True
-    """As FSDP2's, for all modules, the root included; "int": the ranks of a host, or half of all where a host has one."""
+    """FSDP2's option, for all modules, the root included; "int" stands for `reshard_size`."""
     is_lossless: bool = True
     """Whether gathers give the exact parameters."""
     is_bitwise: bool = True
-    """Whether losses and parameters must have the bits of stock FSDP2: lossless, and FSDP2's own order of additions."""
+    """Whether losses and parameters must have the bits of stock FSDP2: lossless, with FSDP2's own order of additions."""
     policy: Mapping[str, Any] | None = None
-    """Of ours: fields of `CieraPolicy`, or those of `CieraPolicy.paper` with `is_paper`."""
+    """For ours: fields of `CieraPolicy`, or of `CieraPolicy.paper` with `is_paper`; `None` for all others."""
     is_paper: bool = False
     settle: bool = False
-    """Of ours: sizes are settled after each optimizer step, so that no gather agrees (the paper's CCP, on CPU)."""
+    """For ours: whether ranks agree on sizes after each optimizer step instead of in each gather (the paper's CCP, on CPU)."""
     is_hierarchical: bool = False
     gather: str | None = None
-    """Of peers under FSDP2: which of `peers` gathers."""
+    """For peers under FSDP2: which all-gather of `bench.peers` they use."""
     is_zero3: bool = False
 
     def make_policy(self, learning_rate: float, ranks_per_host: int) -> CieraPolicy | None:
-        """The policy of ours, `None` for all others."""
+        """Makes the policy if the contender is ours; returns `None` for all others."""
         if self.policy is None:
             return None
         fields = dict(self.policy) | {"learning_rate": learning_rate}
@@ -54,12 +54,12 @@ class Contender:
 
     @property
     def may_choose_nothing(self) -> bool:
-        """Whether it is a policy that weighs codecs against none, and so should never be slower than stock FSDP2."""
+        """Whether its policy may choose plain gathers where no codec pays, and so should never be slower than stock FSDP2."""
         policy = self.make_policy(1e-5, 2)
         return policy is not None and policy.may_go_plain
 
     def lacks(self, hosts: int, ranks_per_host: int) -> str | None:
-        """Why it cannot run on such a cluster, `None` when it can."""
+        """Returns why the contender cannot run on such a cluster; `None` if it can."""
         if self.is_hierarchical and (ranks_per_host < 2 or hosts < 2):
             return "hierarchical gathers need several hosts with several ranks each (--ranks-per-host 2)"
         if self.reshard_after_forward == "int" and reshard_size(hosts, ranks_per_host) is None:
@@ -68,7 +68,8 @@ class Contender:
 
 
 def reshard_size(hosts: int, ranks_per_host: int) -> int | None:
-    """`reshard_after_forward=<int>`: the ranks of a host, or half of all ranks where a host has one; `None`: impossible."""
+    """Returns the integer for `reshard_after_forward`: the ranks of a host, or half of all ranks if there is one host or one
+    rank on each; `None` if no such integer exists."""
     world_size = hosts * ranks_per_host
     if ranks_per_host > 1 and hosts > 1:
         return ranks_per_host
@@ -76,7 +77,7 @@ def reshard_size(hosts: int, ranks_per_host: int) -> int | None:
 
 
 FSDP2, KEEP = "fsdp2", "fsdp2-keep"
-"""What ratios are against: stock FSDP2, and stock FSDP2 that keeps parameters gathered from forward to backward."""
+"""References of all ratios: stock FSDP2, and stock FSDP2 that keeps parameters gathered from forward to backward."""
 
 
 def _ours(key: str, label: str, **fields: Any) -> Contender:
@@ -109,8 +110,8 @@ _ALL: tuple[Contender, ...] = (
     _ours("hierarchical", "default, hierarchical", policy={}, is_hierarchical=True),
 )  # fmt: skip
 
-CONTENDERS: Mapping[str, Contender] = MappingProxyType({one.key: one for one in _ALL})
-"""In the order in which they run."""
+CONTENDERS: Mapping[str, Contender] = MappingProxyType({contender.key: contender for contender in _ALL})
+"""All contenders by key, in the order in which they run."""
 
 ABLATION: tuple[tuple[str, str], ...] = (
     ("+ER", "exponent_block"),
@@ -120,14 +121,17 @@ ABLATION: tuple[tuple[str, str], ...] = (
     ("+value_delta", "default-settled"),
     ("+hierarchical", "hierarchical"),
 )
-"""The paper's Table 3 and what goes past it: (what is added, key). ER: every gather by `exponent_block`; BSC: where it pays;
-CCP: Hash and Cmp ahead of the gather. Each row has all of the rows above it, except that hierarchical gathers go without sizes
-settled ahead."""
+"""Rows of the paper's Table 3, and what goes past it: (added part, contender key). ER: every gather by `exponent_block`; BSC:
+only where it pays; CCP: Hash and Cmp ahead of the gather. Each row has the parts of all rows above it, except that hierarchical
+gathers go without sizes settled ahead."""
 
 
 def chosen(keys: Sequence[str] | None) -> list[Contender]:
-    """Contenders by key, in the order in which they run; all for `None`. Raises `ValueError` for an unknown one."""
+    """Returns the contenders with these keys, or all for `None`, in the order in which they run.
+
+    Raises `ValueError` for an unknown key.
+    """
     unknown = [key for key in keys or () if key not in CONTENDERS]
     if unknown:
         raise ValueError(f"contender {unknown[0]!r} is none of {', '.join(CONTENDERS)}")
-    return [one for one in _ALL if keys is None or one.key in keys]
+    return [contender for contender in _ALL if keys is None or contender.key in keys]

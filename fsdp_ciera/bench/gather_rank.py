@@ -2,15 +2,15 @@
 
     python -m fsdp_ciera.bench.gather_rank JOB_AS_JSON OUTCOMES_PATH
 
-The group is a module of one bf16 parameter under FSDP2, and a gather is the module's `unshard()`: FSDP2's allocation and
-copies around the collective are in the time, of plain gathers too. Between contenders only the group's all-gather object
-is exchanged, so all of them gather the same shards in the same processes.
+The parameter group is that of a module with one bf16 parameter under FSDP2, and a gather is the module's `unshard()`: the time
+includes FSDP2's allocation and copies around the collective, for plain gathers too. Contenders differ in nothing but the
+all-gather object that is set on the parameter group, so all of them gather the same shards in the same processes.
 
 Values: normal with a deviation of 0.02, whose exponents hold 2.6 bits like those of trained weights. Between two gathers a
 random share of them moves, four of five by one unit in the last place and the others by more (geometric): the entropy of
-such a change is 0.53 bit a value where 7.6 % move, 0.12 bit for 1.2 % and 0.46 bit for 6.3 %. In training with AdamW were
-measured 0.55 and 0.12 bit (MLP weights of SmolLM2-135M at learning rates of 1e-4 and 1e-5), and 0.47 bit (experts of a small
-MoE). Shares far above 30 % were not seen in training. Steps go forth and back between two states of the shard.
+such a change is 0.53 bit a value where 7.6 % move, 0.12 bit for 1.2 % and 0.46 bit for 6.3 %. Training with AdamW was measured
+at 0.55 and 0.12 bit (MLP weights of SmolLM2-135M at learning rates of 1e-4 and 1e-5) and at 0.47 bit (experts of a small MoE).
+Shares far above 30 % were not seen in training. Steps go back and forth between two states of the shard.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ from fsdp_ciera.session import Session
 
 BF16_BYTES = 2
 ROW_VALUES = 64
-"""The parameter has rows of so many; FSDP2 shards by rows."""
+"""Values in a row of the parameter; FSDP2 shards by rows."""
 DEVIATION = 0.02
 ONE_UNIT_SHARE = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """What all ranks measure, in order: sizes, and shares of changed values within each."""
+class GatherJob:
+    """What all ranks measure: each size in order, and within a size each share of changed values in order."""
 
     sizes_bytes: tuple[int, ...]
     repeats: tuple[int, ...]
-    """Timed gathers of each contender in a cell, for each size."""
+    """For each size, the number of timed gathers of each contender in a cell."""
     changed_percents: tuple[float, ...]
     codecs: tuple[str, ...]
     drain_bytes: int
-    """What a host may send at once after a pause and what is used up before each gather; 0: links have no limit."""
+    """Bytes that a host may send at once after a pause, used up before each gather; 0: links have no limit."""
 
     def to_json(self) -> str:
-        """Text that `from_json` reads."""
+        """Returns text that `from_json` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Job:
-        """The job that `to_json` wrote."""
+    def from_json(cls, text: str) -> GatherJob:
+        """Returns the job that `to_json` wrote."""
         read = json.loads(text)
         fields: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in read.items()
@@ -76,7 +76,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One codec in one cell, all ranks together; the fields are those of `gather_cells.Cell`."""
+    """One codec in one cell, all ranks together, with the fields of `gather_cells.Cell`."""
 
     codec: str
     size_bytes: int
@@ -90,11 +90,11 @@ class Outcome:
 
 
 def main() -> None:
-    """Rank 0 appends each outcome to OUTCOMES_PATH, one JSON object a line."""
-    job, path = Job.from_json(sys.argv[1]), Path(sys.argv[2])
+    """Measures everything; rank 0 appends each outcome to OUTCOMES_PATH, one JSON object a line."""
+    job, path = GatherJob.from_json(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for outcome in measure(job):
+    for outcome in measure_gathers(job):
         if dist.get_rank() == 0:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(outcome)) + "\n")
@@ -103,19 +103,19 @@ def main() -> None:
 
 
 @torch.no_grad()
-def measure(job: Job) -> Iterator[Outcome]:
-    """All outcomes, the same on every rank; collective over the default process group, which must be gloo."""
+def measure_gathers(job: GatherJob) -> Iterator[Outcome]:
+    """Yields all outcomes, the same on every rank. Collective over the default process group, which must be gloo."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for size_bytes, repeats in zip(job.sizes_bytes, job.repeats, strict=True):
-        group = _Group(size_bytes, job, mesh)
-        group.warm_up()
+        weights = _ShardedWeights(size_bytes, job, mesh)
+        weights.warm_up()
         for changed_percent in job.changed_percents:
-            yield from group.measure(changed_percent, repeats)
-        group.release()
+            yield from weights.measure_codecs(changed_percent, repeats)
+        weights.release()
 
 
 class _Weights(nn.Module):
-    """One parameter, and a forward that makes FSDP2 gather it."""
+    """One parameter, and a forward whose call makes FSDP2 gather it."""
 
     def __init__(self, num_rows: int) -> None:
         super().__init__()
@@ -127,10 +127,10 @@ class _Weights(nn.Module):
         return x
 
 
-class _Group:
-    """A parameter group of `size_bytes` in all, with one all-gather object for each contender."""
+class _ShardedWeights:
+    """`_Weights` of `size_bytes` over all ranks under FSDP2, with one all-gather object for each contender."""
 
-    def __init__(self, size_bytes: int, job: Job, mesh: DeviceMesh) -> None:
+    def __init__(self, size_bytes: int, job: GatherJob, mesh: DeviceMesh) -> None:
         self._size_bytes, self._job = size_bytes, job
         world_size = dist.get_world_size()
         rows_per_rank = max(1, size_bytes // (world_size * ROW_VALUES * BF16_BYTES))
@@ -151,18 +151,18 @@ class _Group:
         self._random = torch.Generator().manual_seed(1 + dist.get_rank())
 
     def warm_up(self) -> None:
-        """A first forward, after which FSDP2 knows the names, and a full gather of each codec, which fills its caches."""
+        """Runs a first forward, after which FSDP2 knows the names, and a full gather of each codec, which fills its caches."""
         self._module(torch.zeros(1))
         cast(FSDPModule, self._module).reshard()
         for comm in (self._plain, *self._comms.values()):
             self._gather(comm)
             cast(FSDPModule, self._module).reshard()
 
-    def measure(self, changed_percent: float, repeats: int) -> Iterator[Outcome]:
-        """One outcome for each codec; see the top of this file."""
+    def measure_codecs(self, changed_percent: float, repeats: int) -> Iterator[Outcome]:
+        """Yields one outcome for each codec; see the top of this file."""
         before = self._shard.clone()
         after = moved(before, changed_percent / 100, self._random)
-        wire_before = {codec: comm.stats().wire_bytes for codec, comm in self._comms.items()}
+        wire_bytes_before = {codec: comm.stats().wire_bytes for codec, comm in self._comms.items()}
         seconds = torch.zeros(repeats, 1 + len(self._comms), dtype=torch.float64)
         is_equal = torch.ones(len(self._comms), dtype=torch.int64)
         for repeat in range(repeats):
@@ -171,38 +171,40 @@ class _Group:
             expected = _bits(self._module.weight).clone()
             cast(FSDPModule, self._module).reshard()
             # There and back, so that no codec always follows the same one.
-            for place, codec in list(enumerate(self._comms))[:: -1 if repeat % 2 else 1]:
-                seconds[repeat, 1 + place] = self._gather(self._comms[codec])
-                is_equal[place] &= torch.equal(_bits(self._module.weight), expected)
+            for index, codec in list(enumerate(self._comms))[:: -1 if repeat % 2 else 1]:
+                seconds[repeat, 1 + index] = self._gather(self._comms[codec])
+                is_equal[index] &= torch.equal(_bits(self._module.weight), expected)
                 cast(FSDPModule, self._module).reshard()
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         dist.all_reduce(is_equal, dist.ReduceOp.MIN)
-        wires = [(comm.stats().wire_bytes - wire_before[codec]) / repeats for codec, comm in self._comms.items()]
-        changed = float((_bits(after) != _bits(before)).double().mean())
-        means = torch.tensor([*wires, changed], dtype=torch.float64)
+        mean_wire_bytes = [
+            (comm.stats().wire_bytes - wire_bytes_before[codec]) / repeats for codec, comm in self._comms.items()
+        ]
+        changed_share = float((_bits(after) != _bits(before)).double().mean())
+        means = torch.tensor([*mean_wire_bytes, changed_share], dtype=torch.float64)
         dist.all_reduce(means)
-        *wire_bytes, changed = (means / dist.get_world_size()).tolist()
+        *wire_bytes, changed_share = (means / dist.get_world_size()).tolist()
         columns = seconds.T.tolist()
-        for place, codec in enumerate(self._comms):
+        for index, codec in enumerate(self._comms):
             yield Outcome(
                 codec=codec,
                 size_bytes=self._size_bytes,
                 changed_percent=changed_percent,
-                measured_changed_percent=100 * changed,
+                measured_changed_percent=100 * changed_share,
                 plain_samples=tuple(columns[0]),
-                samples=tuple(columns[1 + place]),
+                samples=tuple(columns[1 + index]),
                 raw_bytes=float(self._raw_bytes),
-                wire_bytes=wire_bytes[place],
-                is_equal=bool(is_equal[place]),
+                wire_bytes=wire_bytes[index],
+                is_equal=bool(is_equal[index]),
             )
 
     def release(self) -> None:
-        """Frees the caches."""
+        """Frees the caches of all codecs."""
         for comm in self._comms.values():
             comm.release()
 
     def _gather(self, comm: Any) -> float:
-        """Seconds of this rank; the parameter is gathered afterwards."""
+        """Gathers the parameter and returns this rank's seconds; the parameter stays gathered."""
         set_comm(self._param_group, comm)
         self._meet()
         start = time.perf_counter()
@@ -210,11 +212,11 @@ class _Group:
         return time.perf_counter() - start
 
     def _meet(self) -> None:
-        """All ranks start together, on links that have nothing saved up.
+        """Lets all ranks start together, on links without a saved-up burst.
 
         After a pause a limited link takes a burst at once, which could be all of a small gather; in training another
-        collective came just before. A plain gather of twice the burst uses it up, and is the barrier too: one more round of
-        messages would give the links time to save up again.
+        collective comes just before. A plain gather of twice the burst uses the burst up, and is the barrier too: one more
+        round of messages would give the links time to save up again.
         """
         if not self._job.drain_bytes:
             dist.barrier()
@@ -226,9 +228,9 @@ class _Group:
 
 
 def moved(values: torch.Tensor, share: float, random: torch.Generator) -> torch.Tensor:
-    """bf16 values of which a random `share` (0 to 1) has moved by units in the last place; see the top of this file.
+    """Returns the bf16 `values` with a random `share` (0 to 1) moved by units in the last place; see the top of this file.
 
-    With a share above 0 at least one moves. Exponents change where a mantissa overflows, as in training.
+    With a share above 0 at least one value moves. Exponents change where a mantissa overflows, as in training.
     """
     if share == 0:
         return values.clone()

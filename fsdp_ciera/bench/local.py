@@ -1,10 +1,10 @@
-"""The mode that needs no root: hosts that are no more than numbers, ranks on the machine's own loopback.
+"""The mode that needs no root: hosts in name only, and ranks on the machine's own loopback.
 
     with LocalCluster(num_hosts=4) as cluster:
         results = cluster.run([sys.executable, "worker.py"], timeout_s=600)
 
-The same surface as `netns.Cluster`, less what only a network of one's own can give: links have no limit, and there are
-no interfaces that count. So it shows that everything runs and that all bits are equal; of speed it says only what codecs
+It has the methods of `netns.NetnsCluster` except those that need a network of their own: links have no limit, and there are
+no interfaces that count. So it shows that everything runs and that all bits are equal; of speed it only shows what codecs
 cost where a link costs next to nothing.
 """
 
@@ -24,7 +24,7 @@ from fsdp_ciera.processes import free_port, meeting_point
 
 INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 OWNER_VARIABLE = "CIERA_LOCAL_CLUSTER"
-"""In the environment of every rank, and so of what ranks start: the owner's pid and start time, and a number."""
+"""Variable in the environment of every rank and of what it starts: the owner's pid and start time, and a number."""
 
 _OWNER = re.compile(r"(?P<pid>\d+)-(?P<start>\d+)-\d+")
 _cluster_numbers = itertools.count()
@@ -35,10 +35,10 @@ class LocalCluster(Hosts):
 
     Args:
         num_hosts: hosts; rank `r` has the local rank `r % ranks_per_host` and `r // ranks_per_host` as its host.
-        rate: must be `None`; only `netns.Cluster` can limit what a host sends.
+        rate: must be `None`; only `netns.NetnsCluster` can limit what a host sends.
 
-    All ranks and what they started are killed at the end of the `with` block, at an exception, at Ctrl-C and at SIGTERM;
-    after a SIGKILL of their owner by the next `LocalCluster` of any process of the same user.
+    All ranks and what they started are killed at the end of the `with` block, at an exception, at Ctrl-C and at SIGTERM.
+    After a SIGKILL of their owner, the next `LocalCluster` of any process of the same user kills them.
     """
 
     def __init__(self, num_hosts: int, rate: str | None = None) -> None:
@@ -53,7 +53,7 @@ class LocalCluster(Hosts):
         sweep()
 
     def _build(self) -> None:
-        """Nothing: the machine is there."""
+        """Does nothing: the machine is there."""
 
     def _entry(self, host: int) -> Sequence[str]:
         return ()
@@ -66,7 +66,7 @@ class LocalCluster(Hosts):
 
 
 def sweep() -> list[int]:
-    """Kills the ranks, and what they started, whose owner was killed before it could. Returns their pids."""
+    """Kills ranks that outlived their owner, and what they started. Returns the pids of all that it killed."""
 
     def is_dead(owner: str) -> bool:
         match = _OWNER.fullmatch(owner)
@@ -76,7 +76,7 @@ def sweep() -> list[int]:
 
 
 def _kill_marked(is_wanted: Callable[[str], bool]) -> list[int]:
-    """Kills the processes whose `OWNER_VARIABLE` is wanted; those of other users cannot be seen."""
+    """Kills the processes whose `OWNER_VARIABLE` satisfies `is_wanted`, and returns their pids. Skips those of other users."""
     killed = []
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)

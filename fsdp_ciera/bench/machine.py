@@ -1,4 +1,4 @@
-"""What a report says of the machine it was measured on."""
+"""What a report says about the machine on which it was measured."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine_name() -> str:
-    """The processor by its own name, or what the platform says."""
+    """Returns the processor's model name, or else what the platform module knows."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -1,6 +1,6 @@
 """Several hosts on one machine: network namespaces, each with one Ethernet interface, joined by a bridge.
 
-    with Cluster(num_hosts=4, rate="200mbit") as cluster:
+    with NetnsCluster(num_hosts=4, rate="200mbit") as cluster:
         results = cluster.run([sys.executable, "worker.py"], ranks_per_host=2, timeout_s=600)
         for host, counted in enumerate(cluster.interface_bytes()):
             print(host, counted.tx, counted.rx)
@@ -13,7 +13,7 @@
 ```
 The bridge has a namespace of its own too, so nothing is added to the machine's own network, no packet can leave the
 cluster, and deleting the namespaces deletes everything. Their names carry the pid and the start time of the process
-that owns them: `Cluster` first removes those whose owner is gone (killed, say, with SIGKILL).
+that owns them: `NetnsCluster` first removes those whose owner is gone (killed, say, with SIGKILL).
 
 What is and is not like a real network:
 - Segmentation offload is on, as on a network card, but here a super-packet of up to 64 KiB crosses the link in one
@@ -39,16 +39,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdp_ciera.bench.ranks import Hosts, RankResult, Run, start_time
+from fsdp_ciera.bench.ranks import Hosts, RankProcesses, RankResult, start_time
 from fsdp_ciera.errors import NetnsError
 from fsdp_ciera.processes import meeting_point
 from fsdp_ciera.units import parse_rate
 
 __all__ = [
-    "Cluster",
     "InterfaceBytes",
+    "NetnsCluster",
+    "RankProcesses",
     "RankResult",
-    "Run",
     "burst_bytes",
     "check_available",
     "sweep",
@@ -65,7 +65,7 @@ _run_numbers = itertools.count()
 
 
 class InterfaceBytes(NamedTuple):
-    """What one host's interface counted since it was made: bytes with Ethernet, IP and TCP headers, and packets.
+    """What one host's interface counted since its creation: bytes with Ethernet, IP and TCP headers, and packets.
 
     A packet is what the stack hands to the interface, which with segmentation offload may be 64 KiB long.
     """
@@ -76,12 +76,12 @@ class InterfaceBytes(NamedTuple):
     rx_packets: int
 
     def since(self, earlier: InterfaceBytes) -> InterfaceBytes:
-        """What was counted between `earlier` and this."""
+        """Returns what was counted between `earlier` and this."""
         return InterfaceBytes(*(now - then for now, then in zip(self, earlier, strict=True)))
 
 
 def check_available() -> None:
-    """Raises `NetnsError`, with how to mend it, unless this process can make network namespaces."""
+    """Raises `NetnsError`, whose text names the remedy, unless this process can make network namespaces."""
     if os.geteuid() != 0:
         raise NetnsError(
             f"network namespaces need root, but this runs as user {os.geteuid()}: run it as root (sudo, or a container "
@@ -93,7 +93,7 @@ def check_available() -> None:
 
 
 def sweep() -> list[str]:
-    """Removes the namespaces, and what still runs in them, of owners that are dead. Returns the names removed."""
+    """Removes the namespaces of dead owners, with what still runs in them. Returns the removed names."""
     leftovers = []
     for name in _namespaces():
         match = _OWNED_NAME.fullmatch(name)
@@ -103,7 +103,7 @@ def sweep() -> list[str]:
     return leftovers
 
 
-class Cluster(Hosts):
+class NetnsCluster(Hosts):
     """`num_hosts` namespaces that reach each other and nothing else, from `__enter__` to `__exit__`.
 
     Args:
@@ -111,7 +111,7 @@ class Cluster(Hosts):
         rate: what each host may send, in bits per second as `tc` writes it ("200mbit", "1.5gbit"), or `None`: no limit.
 
     Everything is removed again at the end of the `with` block, at an exception, at Ctrl-C and at SIGTERM; after a
-    SIGKILL by the next `Cluster` of any process. Raises `NetnsError` if the machine cannot do it.
+    SIGKILL, the next `NetnsCluster` of any process removes it. Raises `NetnsError` if the machine cannot do it.
     """
 
     def __init__(self, num_hosts: int, rate: str | None = None) -> None:
@@ -123,7 +123,7 @@ class Cluster(Hosts):
         self._hosts: list[str] = []
 
     def interface_bytes(self) -> list[InterfaceBytes]:
-        """The counters of each host's interface now, read through netlink: reading them sends nothing."""
+        """Returns the current counters of each host's interface, read through netlink, which sends nothing."""
         return [self._interface_bytes(name) for name in self._hosts]
 
     def _prepare(self) -> None:
@@ -175,7 +175,10 @@ def _address(host: int) -> str:
 
 
 def burst_bytes(rate_bits_per_second: float) -> int:
-    """What tbf lets a host send at once after a pause: two super-packets, or 4 ms at fast rates (its timer's slack)."""
+    """Returns the bytes that tbf lets a host send at once after a pause.
+
+    These are two super-packets or, at fast rates, what the host sends in 4 ms (the slack of tbf's timer).
+    """
     return max(2 * 2**16, int(rate_bits_per_second / 8 * 0.004))
 
 
@@ -185,12 +188,12 @@ def _congestion_control() -> str:
 
 
 def _call(*argv: str) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        message = done.stderr.strip() or "no message"
+    completed = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if completed.returncode:
+        message = completed.stderr.strip() or "no message"
         hint = " (a container must be started with --privileged)" if "not permitted" in message else ""
-        raise NetnsError(f"{' '.join(argv)!r} ended with {done.returncode}: {message}{hint}")
-    return done.stdout
+        raise NetnsError(f"{' '.join(argv)!r} ended with {completed.returncode}: {message}{hint}")
+    return completed.stdout
 
 
 def _ip(*args: str) -> str:
@@ -206,7 +209,7 @@ def _namespaces() -> list[str]:
 
 
 def _delete(names: Sequence[str]) -> None:
-    """Deletes those of the namespaces that exist, with what runs in them: a living process would keep one alive."""
+    """Deletes those of the namespaces that exist, with what runs in them: a living process would keep its namespace alive."""
     existing = set(_namespaces())
     for name in names:
         if name not in existing:

@@ -1,4 +1,4 @@
-"""What a run of the stand depends on. Needs no torch: the command line is made of it."""
+"""Options of a run of the stand. Needs no torch: the command line is made from them."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ class RunOptions:
 
     @property
     def limit(self) -> str | None:
-        """What each host may send, as `tc` writes it; `None`: no limit."""
+        """Link rate: what each host may send, as `tc` writes it; `None`: no limit."""
         rate = self.rate or ("none" if self.loopback else "200mbit")
         return None if rate == "none" else rate

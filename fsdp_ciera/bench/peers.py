@@ -2,7 +2,7 @@
 
 Int8AllGather        lossy: int8 with a scale per block, in the manner of ZeRO++ qwZ
 StatelessAllGather   lossless: each shard compressed on its own (zstd, ZipNN), nothing remembered
-use                  sets one on every FSDP module
+use                  sets such an all-gather on every FSDP module
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from fsdp_ciera.errors import MissingPeerError, PeerError
 from fsdp_ciera.kernels.memory import Bytes, empty_bytes
 
 DEFAULT_BLOCK_SIZE = 4096
-"""Values a scale. DeepSpeed cuts a shard into the fewest equal groups of at most 8000 values whose length is a multiple of 8
-(`CUDAQuantizer.target_group_size`, which says there that 4k is best): 4096 for shards of a power of two of values."""
+"""Values for each scale. DeepSpeed cuts a shard into the fewest equal blocks of at most 8000 values whose length is a multiple
+of 8 (`CUDAQuantizer.target_group_size`, beside which it says that 4k is best): 4096 for shards of a power of two of values."""
 _CHUNK_VALUES = 1 << 18  # 1 MiB of fp32: what is worked on stays in the processor's cache
 _LARGEST_CODE = 127
 _SIZE_BYTES = 8
 
 
 class PeerAllGather(AllGather):
-    """What the rivals share: counts, and the output's memory. CPU tensors only; a call blocks and returns `None`."""
+    """Base of the rivals: counts, and the output's memory. CPU tensors only; a call blocks and returns `None`."""
 
     is_lossless = True
 
     def __init__(self) -> None:
         self.param_group: FSDPParamGroup | None = None
-        """The group that it gathers for, once `use` has set it."""
+        """FSDP2's parameter group for which it gathers; `None` until `use` sets it."""
         self.sent_bytes = 0
-        """All that this rank sent so far: (world_size - 1) x what it contributed, with sizes and padding."""
+        """Bytes that this rank has sent: (world_size - 1) x its contributions, with sizes and padding."""
         self.codec_seconds = 0.0
-        """In encoding and decoding, so far."""
+        """Seconds spent in encoding and decoding so far."""
         self.num_gathers = 0
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The output buffer, fresh for every gather."""
+        """Returns a new output buffer for each gather."""
         if device.type != "cpu":
             raise PeerError(f"{type(self).__name__} gathers on {device.type!r}, but only 'cpu' is supported")
-        with torch.inference_mode(False):  # one made under it could not be written to outside of it
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be written to outside of it
             return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -67,14 +67,14 @@ class PeerAllGather(AllGather):
             self._gather(output_tensor.view(group.size(), -1), input_tensor, group)
         return None
 
-    def _gather(self, output: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def _gather(self, output: torch.Tensor, local: torch.Tensor, process_group: dist.ProcessGroup) -> None:
         raise NotImplementedError
 
-    def _exchange(self, output: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """One all-gather of `local` [n] into `output` [world_size, n], counted."""
+    def _exchange(self, output: torch.Tensor, local: torch.Tensor, process_group: dist.ProcessGroup) -> None:
+        """Gathers every rank's `local` [n] into `output` [world_size, n] and counts the bytes sent."""
         if local.numel():
-            all_gather_flat(output.view(-1), local, group, async_op=False)
-        self.sent_bytes += (group.size() - 1) * local.numel() * local.element_size()
+            all_gather_flat(output.view(-1), local, process_group, async_op=False)
+        self.sent_bytes += (process_group.size() - 1) * local.numel() * local.element_size()
 
     @contextmanager
     def _coding(self) -> Iterator[None]:
@@ -91,7 +91,7 @@ class Int8AllGather(PeerAllGather):
     """LOSSY: half the bytes of bf16, by int8 values with an fp32 scale per block, in the manner of ZeRO++ qwZ.
 
     Symmetric, and no state: a block's scale is its largest magnitude / 127, a value becomes round(value / scale), and every
-    rank computes with code x scale. That goes for this rank's own slot too, as in qwZ, or ranks would compute with
+    rank computes with code x scale. A rank does so for its own slot too, as in qwZ; otherwise ranks would compute with
     different weights. So |value - result| <= scale / 2, and half a unit in the last place of the result's own dtype on top.
     One all-gather of n + 4 x (number of blocks) bytes a rank (rounded up to 4); the gather takes values of bf16, fp16 and
     fp32, and buffers of any other dtype (FSDP2's uint8 for groups of mixed dtypes) travel as they are.
@@ -99,8 +99,9 @@ class Int8AllGather(PeerAllGather):
     A block of zeros stays zeros (-0 becomes 0). A block with an infinity or a NaN becomes NaN throughout.
 
     It differs from DeepSpeed 0.19.8's kernel where that would only cost accuracy: the kernel converts to fp16 first and
-    divides by largest / 128, so that the largest positive value is clipped. Blocks begin anew at every parameter, else the
-    ones of a layer norm would coarsen the weights beside them (DeepSpeed keeps small parameters out of the gather instead).
+    divides by largest / 128, so that the largest positive value is clipped. Blocks begin anew at every parameter; otherwise
+    a layer norm's values of 1 would coarsen the weights beside them (DeepSpeed keeps small parameters out of the gather
+    instead).
     """
 
     is_lossless = False
@@ -111,9 +112,9 @@ class Int8AllGather(PeerAllGather):
         super().__init__()
         self.block_size = block_size
 
-    def _gather(self, output: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def _gather(self, output: torch.Tensor, local: torch.Tensor, process_group: dist.ProcessGroup) -> None:
         if local.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            self._exchange(output, local, group)
+            self._exchange(output, local, process_group)
             return
         num_values, stretches = local.numel(), self._stretches(local)
         code_bytes = -(-num_values // 4) * 4  # so that the scales are aligned
@@ -123,8 +124,8 @@ class Int8AllGather(PeerAllGather):
             codes, scales = _parts(row, num_values, code_bytes)
             for part, block_codes, block_scales in self._by_block(stretches, local, codes, scales):
                 _quantize(part, block_codes, block_scales)
-        rows = _rows(group.size(), row_bytes)
-        self._exchange(rows, row, group)
+        rows = _rows(process_group.size(), row_bytes)
+        self._exchange(rows, row, process_group)
         with self._coding():
             for slot, row in zip(output, rows, strict=True):
                 codes, scales = _parts(row, num_values, code_bytes)
@@ -132,7 +133,10 @@ class Int8AllGather(PeerAllGather):
                     part.copy_(block_codes * block_scales[:, None])
 
     def _stretches(self, local: torch.Tensor) -> list[int]:
-        """Values of each parameter in the buffer; all of it for parameters that make their own gather inputs."""
+        """Returns the number of values of each parameter in the buffer.
+
+        Parameters that make their own gather inputs count as one stretch, the whole buffer.
+        """
         if self.param_group is not None:
             _, _, sizes = param_names_and_sizes(self.param_group, local.dtype)
             if sum(sizes) == local.numel():
@@ -142,7 +146,10 @@ class Int8AllGather(PeerAllGather):
     def _by_block(
         self, stretches: Sequence[int], values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Views of some blocks: values [b, m], codes [b, m], scales [b]. The last block of a stretch may be shorter."""
+        """Yields views of some blocks at a time: values [b, m], codes [b, m], scales [b].
+
+        The last block of a stretch may be shorter than the others.
+        """
         first = first_block = 0
         most_blocks = max(1, _CHUNK_VALUES // self.block_size)
         for stretch in stretches:
@@ -165,7 +172,7 @@ def _parts(row: torch.Tensor, num_values: int, code_bytes: int) -> tuple[torch.T
 
 
 def _quantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """`values` [b, m] -> int8 `codes` [b, m] and fp32 `scales` [b], which are written."""
+    """Quantizes `values` [b, m] into int8 `codes` [b, m] and fp32 `scales` [b]."""
     exact = values.float()
     largest = exact.abs().amax(1)
     finite = largest.isfinite()
@@ -186,9 +193,9 @@ class Coder(NamedTuple):
     """A lossless compressor of bytes without state."""
 
     encode: Callable[[Bytes], Any]
-    """Bytes [n] -> a bytes-like frame."""
+    """Turns bytes [n] into a bytes-like frame."""
     decode: Callable[[Bytes, int], Any]
-    """A frame and n -> the bytes-like original."""
+    """Turns a frame and n into the bytes-like original."""
 
 
 class StatelessAllGather(PeerAllGather):
@@ -205,9 +212,9 @@ class StatelessAllGather(PeerAllGather):
             raise PeerError(f"compress={compress!r} is not allowed: one of {', '.join(CODERS)}")
         super().__init__()
         self.compress = compress
-        CODERS[compress](torch.bfloat16)  # a missing package is told now
+        CODERS[compress](torch.bfloat16)  # raises now if the package is missing
 
-    def _gather(self, output: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def _gather(self, output: torch.Tensor, local: torch.Tensor, process_group: dist.ProcessGroup) -> None:
         raw_bytes = local.numel() * local.element_size()
         coder = CODERS[self.compress](local.dtype)
         frame: Any = b""
@@ -216,19 +223,19 @@ class StatelessAllGather(PeerAllGather):
             with self._coding():
                 frame = coder.encode(local.view(torch.uint8).numpy())
             size = min(size, len(frame))
-        all_sizes = torch.empty(group.size(), 1, dtype=torch.int64)
-        self._exchange(all_sizes, torch.tensor([size]), group)
+        all_sizes = torch.empty(process_group.size(), 1, dtype=torch.int64)
+        self._exchange(all_sizes, torch.tensor([size]), process_group)
         sizes = all_sizes.view(-1).tolist()
         if max(sizes) >= raw_bytes or coder is None:
-            self._exchange(output, local, group)
+            self._exchange(output, local, process_group)
             return
         row = torch.zeros(max(sizes), dtype=torch.uint8)
         row.numpy()[:size] = np.frombuffer(frame, np.uint8)
-        rows = _rows(group.size(), max(sizes))
-        self._exchange(rows, row, group)
+        rows = _rows(process_group.size(), max(sizes))
+        self._exchange(rows, row, process_group)
         with self._coding():
             for rank, slot in enumerate(output):
-                if rank == group.rank():
+                if rank == process_group.rank():
                     if slot.data_ptr() != local.data_ptr():  # FSDP2 hands in that very slot
                         slot.copy_(local)
                     continue
@@ -257,7 +264,7 @@ def _zstd_planes(dtype: torch.dtype) -> Coder:
 
 
 def _zipnn(dtype: torch.dtype) -> Coder | None:
-    """`None` for a dtype that ZipNN has no mode for."""
+    """Returns ZipNN's coder, or `None` for a dtype for which it has no mode."""
     try:
         from zipnn import ZipNN
     except ImportError as error:
@@ -280,21 +287,23 @@ Peer = TypeVar("Peer", bound=PeerAllGather)
 
 
 def use(model: nn.Module, make: Callable[[], Peer]) -> list[Peer]:
-    """Sets what `make` returns, a new one each time, on every FSDP module of `model` that has parameters.
+    """Sets a new all-gather of `make()` on every FSDP module of `model` that has parameters.
 
-    Returns them in the order of `model.modules()`. FSDP2 itself raises for a module with several parameter groups.
+    Returns the all-gathers in the order of `model.modules()`. FSDP2 itself raises for a module with several parameter groups.
     """
-    made: list[Peer] = []
-    seen: list[FSDPParamGroup] = []  # fully_shard([a, b]) makes one group for two modules
+    peers: list[Peer] = []
+    seen_groups: list[FSDPParamGroup] = []  # fully_shard([a, b]) makes one parameter group for two modules
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        groups = [group for group in param_groups(module) if not any(group is other for other in seen)]
-        if not groups:
+        new_groups = [
+            param_group for param_group in param_groups(module) if not any(param_group is seen for seen in seen_groups)
+        ]
+        if not new_groups:
             continue
         peer = make()
         module.set_custom_all_gather(peer)
-        peer.param_group = groups[0]
-        seen += groups
-        made.append(peer)
-    return made
+        peer.param_group = new_groups[0]
+        seen_groups += new_groups
+        peers.append(peer)
+    return peers

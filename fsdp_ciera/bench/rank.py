@@ -2,8 +2,9 @@
 
     python -m fsdp_ciera.bench.rank FOLDER
 
-`FOLDER` holds setting.json and, turn by turn, `turn N.json` with the contender. For each the rank forks: imports and the model
-are there already, and peak memory, threads and process group are the turn's own. What it measured goes to `turn N rank R.json`.
+`FOLDER` holds setting.json and, turn by turn, `turn N.json` with the contender. The rank forks for each turn: imports and the
+model are there already, and peak memory, threads and process group are the turn's own. The turn's figures go to
+`turn N rank R.json`.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
 from fsdp_ciera import api
 from fsdp_ciera.bench.contenders import CONTENDERS, Contender, reshard_size
-from fsdp_ciera.bench.job import Job, load
+from fsdp_ciera.bench.job import TrainingJob, load
 from fsdp_ciera.bench.options import JobOptions
 from fsdp_ciera.bench.peers import Int8AllGather, PeerAllGather, StatelessAllGather, use
 from fsdp_ciera.bench.ring import ring_reduce_scatter
 from fsdp_ciera.profiling.instruments import CODEC_STAGES, Instruments, leaves_host
-from fsdp_ciera.profiling.tracing import RecordedStep, build_trace, groups_of
+from fsdp_ciera.profiling.tracing import RecordedStep, build_trace, param_groups_of
 from fsdp_ciera.recipes.shard import decoder_layers
 from fsdp_ciera.recipes.train import parameters_digest
 
@@ -47,7 +48,7 @@ STOPPED = "stopped: a peer had failed, or the turn took longer than --turn-secon
 
 
 def main() -> None:
-    """Turns until the file `end` is there."""
+    """Takes turns until the file `end` is there."""
     folder = Path(sys.argv[1])
     setting = json.loads((folder / "setting.json").read_text())
     torch.set_num_threads(1)
@@ -60,15 +61,18 @@ def main() -> None:
             if (folder / "end").exists() or os.getppid() == 1:
                 return
             time.sleep(_POLL_SECONDS)
-        given = json.loads(path.read_text())
-        os.environ["MASTER_PORT"] = str(given["port"])
-        work = partial(take_turn, CONTENDERS[given["contender"]], model, tokens, setting)
+        turn_setting = json.loads(path.read_text())
+        os.environ["MASTER_PORT"] = str(turn_setting["port"])
+        work = partial(take_turn, CONTENDERS[turn_setting["contender"]], model, tokens, setting)
         run_forked(work, folder / f"turn {turn} rank {rank}.json", folder / f"turn {turn} stop")
         turn += 1
 
 
 def run_forked(work: Callable[[], dict[str, Any]], result: Path, stop: Path) -> None:
-    """`work` in a child process, which ends when `stop` is there; its record, or {"failure": why}, in `result` afterwards."""
+    """Runs `work` in a child process and kills it when the file `stop` appears.
+
+    Afterwards the file `result` has the record that `work` returned, or {"failure": why}.
+    """
     child = os.fork()
     if child == 0:
         code = 1
@@ -96,14 +100,14 @@ def run_forked(work: Callable[[], dict[str, Any]], result: Path, stop: Path) -> 
 
 
 def take_turn(contender: Contender, model: nn.Module, tokens: Tensor, setting: dict[str, Any]) -> dict[str, Any]:
-    """Trains and measures: what the driver needs of this rank, as plain JSON."""
+    """Trains and measures; returns what the driver needs of this rank, as plain JSON."""
     dist.init_process_group("gloo", timeout=TIMEOUT)
     options = JobOptions(**setting["options"])
     custom = ring_reduce_scatter if setting["reduce_scatter"] == "ring" else None
     with Instruments(custom) as watch:
         subject = Zero3Subject(model, tokens, options, watch) if contender.is_zero3 else \
             FSDP2Subject(contender, model, tokens, options, watch)  # fmt: skip
-        record = measure(subject, watch, setting["warmup_steps"], setting["timed_steps"])
+        record = measure_steps(subject, watch, setting["warmup_steps"], setting["timed_steps"])
         record |= subject.facts()
         if dist.get_rank() == 0 and isinstance(subject, FSDP2Subject):
             record["trace"] = subject.trace(setting)
@@ -112,25 +116,34 @@ def take_turn(contender: Contender, model: nn.Module, tokens: Tensor, setting: d
     return record
 
 
-def measure(subject: Subject, watch: Instruments, warmup_steps: int, timed_steps: int) -> dict[str, Any]:
-    """Warm-up and timed steps. Bytes of the interface are read at the same moments as the clock."""
+def measure_steps(subject: Subject, watch: Instruments, warmup_steps: int, timed_steps: int) -> dict[str, Any]:
+    """Takes warm-up and timed steps; returns the figures of the timed ones and the losses of all.
+
+    Bytes of the interface are read at the same moments as the clock.
+    """
     losses, steps = [], []
     dist.barrier()
     for step in range(warmup_steps + timed_steps):
-        counted, interface = subject.gathered_bytes(), interface_bytes()
+        gathered_before, interface_before = subject.gathered_bytes(), interface_bytes()
         watch.begin()
         losses.append(subject.step(step))
         began, ended, recorded = watch.end()
         codec_seconds = subject.codec_seconds()
         if step < warmup_steps:
             continue
-        seconds = {node: sum(one.seconds for one in recorded if one.node in nodes) for node, nodes in _PARTS.items()}
-        now = interface_bytes()
-        gathered = subject.gathered_bytes()
-        of_collectives = {
-            node: sum(one.sent_bytes for one in recorded if one.node in nodes) for node, nodes in _PARTS.items()
+        seconds = {
+            part: sum(event.seconds for event in recorded if event.node in nodes) for part, nodes in _PARTS.items()
         }
-        sent = of_collectives["gather"] if counted is None or gathered is None else gathered - counted
+        interface_after = interface_bytes()
+        gathered_after = subject.gathered_bytes()
+        collective_bytes = {
+            part: sum(event.sent_bytes for event in recorded if event.node in nodes) for part, nodes in _PARTS.items()
+        }
+        gathered_bytes = (
+            collective_bytes["gather"]
+            if gathered_before is None or gathered_after is None
+            else gathered_after - gathered_before
+        )
         steps.append({
             "step": step,
             "seconds": ended - began,
@@ -138,9 +151,10 @@ def measure(subject: Subject, watch: Instruments, warmup_steps: int, timed_steps
             "reduce_scatter_seconds": seconds["reduce_scatter"],
             "other_collective_seconds": seconds["other"],
             "codec_seconds": seconds["codec"] + codec_seconds,
-            "gathered_bytes": sent,
-            "counted_bytes": sent + of_collectives["reduce_scatter"] + of_collectives["other"],
-            "interface_bytes": None if now is None or interface is None else now - interface,
+            "gathered_bytes": gathered_bytes,
+            "counted_bytes": gathered_bytes + collective_bytes["reduce_scatter"] + collective_bytes["other"],
+            "interface_bytes": None if interface_after is None or interface_before is None
+            else interface_after - interface_before,
             "loss": losses[-1],
         })  # fmt: skip
         subject.keep(RecordedStep(began, ended, recorded, tuple(watch.phases)))
@@ -160,22 +174,22 @@ class Subject(ABC):
 
     @abstractmethod
     def step(self, step: int) -> float:
-        """One optimizer step -> its loss."""
+        """Does one optimizer step and returns its loss."""
 
     def gathered_bytes(self) -> float | None:
-        """What has left this rank's host for parameters so far, by the contender's own count; `None`: it keeps none."""
+        """Returns the bytes that this rank has sent to other hosts in gathers, by the contender's count; `None` without one."""
         return None
 
     def codec_seconds(self) -> float:
-        """In codecs since the last call, where instruments cannot see them."""
+        """Returns the seconds in codecs since the last call, as far as instruments cannot see them."""
         return 0.0
 
     def keep(self, step: RecordedStep) -> None:
-        """A timed step was recorded."""
+        """Receives each timed step after it was recorded."""
         return None
 
     def facts(self) -> dict[str, Any]:
-        """What is known at the end."""
+        """Returns the figures of the whole turn, as plain JSON."""
         return {"peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
@@ -196,7 +210,7 @@ class FSDP2Subject(Subject):
         self.peers: list[PeerAllGather] = []
         if contender.gather is not None:
             self.peers = list(use(model, _PEER_GATHERS[contender.gather]))
-        self.job = Job(model, tokens, options, watch, settle=contender.settle)
+        self.job = TrainingJob(model, tokens, options, watch, settle=contender.settle)
         self._leaves = leaves_host(dist.group.WORLD)  # type: ignore[arg-type]
         self._peer_codec_seconds = 0.0
         self._steps: list[RecordedStep] = []
@@ -228,12 +242,12 @@ class FSDP2Subject(Subject):
         return facts
 
     def trace(self, setting: dict[str, Any]) -> Any:
-        """The median timed step as a `Trace`, `None` where steps were of different kinds."""
+        """Returns the median timed step as a `Trace`, as plain JSON; `None` if the events of steps differ in kind."""
         with suppress(ValueError):
             return json.loads(
                 build_trace(
                     self._steps,
-                    groups_of(self.model),
+                    param_groups_of(self.model),
                     contender=self.contender.key,
                     world_size=dist.get_world_size(),
                     ranks_per_host=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -251,8 +265,10 @@ class FSDP2Subject(Subject):
 def shard_model(
     model: nn.Module, contender: Contender, policy: Any, options: JobOptions, num_reshard_ranks: int | None
 ) -> None:
-    """FSDP2 by decoder layer and root, all with the same `reshard_after_forward`, unlike FSDP2's default for the root: which
-    alone would make the contenders differ in what they free."""
+    """Shards each decoder layer and the root, all with the same `reshard_after_forward`.
+
+    FSDP2's default for the root differs, and would by itself make contenders differ in what they free.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     reshard = num_reshard_ranks if contender.reshard_after_forward == "int" else contender.reshard_after_forward
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, options.reduce_dtype))
@@ -284,7 +300,10 @@ _PEER_GATHERS: dict[str, Callable[[], PeerAllGather]] = {
 
 
 def interface_bytes() -> int | None:
-    """What has left this host by its interface, on its first rank; 0 on its others, `None` without one of its own."""
+    """Returns the bytes that left this host by its interface, on its first rank, and 0 on others.
+
+    Returns `None` if the host has no interface of its own.
+    """
     name = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if name.startswith("lo"):
         return None

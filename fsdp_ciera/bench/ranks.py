@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine: on hosts, started together, and ended together whatever happens."""
+"""Ranks as processes of this machine, on hosts: they start together, and end together whatever happens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SECONDS_FOR_PEERS_OF_A_FAILED_RANK = 5.0
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one rank ended. A negative `returncode` is the signal that ended it, as in `subprocess`."""
+    """Exit code and output of one rank. A negative `returncode` is the signal that ended it, as in `subprocess`."""
 
     rank: int
     host: int
@@ -33,7 +33,7 @@ class RankResult:
 
 
 class Hosts(ABC):
-    """`num_hosts` places to run ranks in, from `__enter__` to `__exit__`.
+    """`num_hosts` hosts that run ranks, from `__enter__` to `__exit__`.
 
     Everything is removed again at the end of the `with` block, at an exception, at Ctrl-C and at SIGTERM.
     """
@@ -42,7 +42,7 @@ class Hosts(ABC):
         self.num_hosts = num_hosts
         self.rate = rate
         """What each host may send, in bits per second as `tc` writes it; `None`: no limit."""
-        self._runs: list[Run] = []
+        self._started: list[RankProcesses] = []
         self._undo_sigterm = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -69,10 +69,12 @@ class Hosts(ABC):
         timeout_s: float = 600,
         check: bool = True,
     ) -> list[RankResult]:
-        """Runs `argv` once per rank and waits for all: `start(...)`, then `wait(...)`."""
+        """Runs `argv` once per rank and waits for all ranks: `start(...)`, then `wait(...)`."""
         return self.start(argv, ranks_per_host=ranks_per_host, env=env).wait(timeout_s, check=check)
 
-    def start(self, argv: Sequence[str], *, ranks_per_host: int = 1, env: Mapping[str, str] | None = None) -> Run:
+    def start(
+        self, argv: Sequence[str], *, ranks_per_host: int = 1, env: Mapping[str, str] | None = None
+    ) -> RankProcesses:
         """Starts `argv` once per rank; rank `r` runs on host `r // ranks_per_host`.
 
         Each rank has this process's environment, `env` on top of it, and on top of both what torchrun sets (RANK,
@@ -81,29 +83,29 @@ class Hosts(ABC):
         """
         num_ranks = self.num_hosts * ranks_per_host
         shared_env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})} | self._network()
-        run = Run()
-        self._runs.append(run)
+        processes = RankProcesses()
+        self._started.append(processes)
         for rank in range(num_ranks):
             host = rank // ranks_per_host
             rank_env = shared_env | rank_environment(rank, num_ranks, ranks_per_host)
-            run.add(rank, host, [*self._entry(host), *argv], rank_env)
-        return run
+            processes.add(rank, host, [*self._entry(host), *argv], rank_env)
+        return processes
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Raises unless the machine can do it, and removes what dead owners left. Nothing is made yet."""
+        """Checks that the machine can make the hosts, and removes what dead owners left. Makes nothing; raises if it cannot."""
 
     @abstractmethod
     def _build(self) -> None:
-        """Makes the hosts. `_remove` follows also if it fails halfway."""
+        """Makes the hosts. If it fails halfway, `_remove` is called all the same."""
 
     @abstractmethod
     def _network(self) -> dict[str, str]:
-        """MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME of the next run's ranks."""
+        """Returns MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME for the ranks of the next `start`."""
 
     @abstractmethod
     def _entry(self, host: int) -> Sequence[str]:
-        """The words before a command that run it on the host."""
+        """Returns the words that, put before a command, run it on the host."""
 
     @abstractmethod
     def _remove(self) -> None:
@@ -111,13 +113,13 @@ class Hosts(ABC):
 
     def _tear_down(self) -> None:
         with self._undo_sigterm, _interrupts_held_back():
-            for run in self._runs:
-                run.kill()
+            for processes in self._started:
+                processes.kill()
             self._remove()
-            self._runs.clear()
+            self._started.clear()
 
 
-class Run:
+class RankProcesses:
     """The processes of one `Hosts.start`, one per rank."""
 
     def __init__(self) -> None:
@@ -139,18 +141,18 @@ class Run:
             raise self._error()
 
     def wait(self, timeout_s: float = 600, *, check: bool = True) -> list[RankResult]:
-        """Waits until every rank has ended and returns how, in rank order.
+        """Waits until every rank has ended and returns their results, in rank order.
 
-        If one fails, the others have 5 seconds to end by themselves and are then killed, since ranks that wait for a
-        dead peer wait long. Raises `RankError` after `timeout_s`, and with `check` if a rank failed; the message has
-        the end of what the first failed rank wrote.
+        If a rank fails, the others have 5 seconds to end by themselves and are then killed, since ranks that wait for a
+        dead peer wait long. Raises `RankError` after `timeout_s`, and with `check` if a rank failed; the message quotes
+        the last output of the first failed rank.
         """
         deadline = time.monotonic() + timeout_s
         while not self._num_failed() and self._num_running():
             if time.monotonic() > deadline:
-                running = [running.rank for running in self._ranks if running.process.poll() is None]
+                still_running = [running.rank for running in self._ranks if running.process.poll() is None]
                 self.kill()
-                raise RankError(f"after {timeout_s} s the ranks {running} had not ended", self._results())
+                raise RankError(f"after {timeout_s} s the ranks {still_running} had not ended", self._results())
             time.sleep(0.02)
         self._settle_after_failure()
         if check and self._num_failed():
@@ -208,7 +210,7 @@ class _RunningRank:
     killed_as_peer: bool = False
 
     def result(self) -> RankResult:
-        """Reads what the rank wrote; the rank has ended."""
+        """Reads the output of the rank, which must have ended."""
         texts = []
         for file in (self.stdout, self.stderr):
             file.seek(0)
@@ -217,7 +219,7 @@ class _RunningRank:
 
 
 def start_time(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; `None` if there is none. With the pid it is unique."""
+    """Returns when the process started, in clock ticks since boot; `None` if there is none. Unique together with the pid."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -227,7 +229,7 @@ def start_time(pid: int) -> int | None:
 
 @contextlib.contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM wait: a second Ctrl-C must not leave half a cluster behind."""
+    """Holds back SIGINT and SIGTERM while the block runs: a second Ctrl-C must not leave half a cluster behind."""
     earlier = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a run of the stand measured, as plain records that go to JSON and back."""
+"""What a run of the stand measures, as plain records that can be written to JSON and read back."""
 
 from __future__ import annotations
 
@@ -20,51 +20,51 @@ class Step:
     step: int
     """The optimizer step, counted from 0 at the pretrained weights in every round."""
     seconds: float
-    """Wall-clock time, of the slowest rank."""
+    """Wall-clock time of the slowest rank."""
     compute_seconds: float
-    """What the four below leave of it, mean over ranks: model, optimizer, FSDP2's copies, waiting for other ranks' compute."""
+    """Time outside the four parts below, mean over ranks: model, optimizer, FSDP2's copies, waiting for others' compute."""
     gather_seconds: float
-    """In collectives that gather parameters, sizes and headers included, mean over ranks."""
+    """Time in collectives that gather parameters, with sizes and headers, mean over ranks."""
     reduce_scatter_seconds: float
-    """In collectives that reduce gradients, mean over ranks."""
+    """Time in collectives that reduce gradients, mean over ranks."""
     other_collective_seconds: float
-    """In those that clip and average the loss, mean over ranks."""
+    """Time in collectives that clip gradients and average the loss, mean over ranks."""
     codec_seconds: float
-    """In encoding and decoding, mean over ranks; 0 without a codec."""
+    """Time in encoding and decoding, mean over ranks; 0 without a codec."""
     counted_bytes: float
-    """What left a host by the library's count (`stats(model).wire_bytes` for ours) and what all other collectives carried,
-    mean over hosts."""
+    """Bytes that left a host: in gathers by the library's count (`stats(model).wire_bytes` for ours), and in all other
+    collectives; mean over hosts."""
     gathered_bytes: float
-    """The part of `counted_bytes` that gathers parameters."""
+    """Part of `counted_bytes` in gathers of parameters."""
     interface_bytes: float | None
-    """What left a host by its network interface, mean over hosts; `None` without interfaces of their own (loopback)."""
+    """Bytes that left a host by its network interface, mean over hosts; `None` on the loopback."""
     loss: float
     """Mean over ranks, the exact fp32 value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One contender: its timed iterations, and what it took."""
+    """One contender: its timed iterations, losses, memory, notes and failure."""
 
     contender: str
     """A key of `contenders.CONTENDERS`."""
     steps: tuple[Step, ...] = ()
     losses: tuple[float, ...] = ()
-    """Of all iterations of one round, warm-up included; every lossless contender with FSDP2's numerics has the same."""
+    """Losses of all iterations of one round, warm-up included; equal for all lossless contenders with FSDP2's numerics."""
     parameters_digest: str = ""
     """sha256 over all ranks' parameters after the last iteration."""
     peak_memory_bytes: int = 0
     """Peak resident memory of the largest rank."""
     cache_bytes: int = 0
-    """Caches of a codec on a rank."""
+    """Codec caches of the rank with the largest."""
     notes: tuple[str, ...] = ()
     failure: str | None = None
-    """Why it could not be measured, in words; then there may be no steps."""
+    """Why it could not be measured, in words, `None` if it could; with a failure there may be no steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where and how it was measured."""
+    """Where and how a run was measured."""
 
     hosts: int
     ranks_per_host: int
@@ -82,7 +82,7 @@ class Setting:
     learning_rate: float
     reduce_dtype: str
     reduce_scatter: str
-    """`"ring"` or `"gloo"`, see job.py."""
+    """`"ring"` or `"gloo"`, see ring.py."""
     machine: str
     num_cores: int
     torch_version: str
@@ -93,22 +93,22 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """All of one run, contenders in the order in which they ran."""
+    """All records of one run, with contenders in the order in which they ran."""
 
     setting: Setting
     measured: tuple[Measured, ...]
 
     def of(self, contender: str) -> Measured | None:
-        """The record of a contender, by key."""
-        return next((one for one in self.measured if one.contender == contender), None)
+        """Returns the record of the contender with this key, `None` if it was not run."""
+        return next((measured for measured in self.measured if measured.contender == contender), None)
 
     def to_json(self) -> str:
-        """Text that `from_json` reads back to the same records."""
+        """Returns text that `from_json` reads back to the same records."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Results:
-        """Raises `ValueError` for the text of another format."""
+        """Reads what `to_json` wrote. Raises `ValueError` for text of another format."""
         read: dict[str, Any] = json.loads(text)
         if read.get("format") != FORMAT:
             raise ValueError(f"format {read.get('format')!r} of results is not {FORMAT}: measure again")
@@ -116,7 +116,7 @@ class Results:
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        """Reads what `to_json` wrote. Raises `OSError`, or `ValueError` for anything else."""
+        """Reads a file with the text of `to_json`. Raises `OSError`, or `ValueError` for other content."""
         return cls.from_json(path.read_text(encoding="utf-8"))
 
 

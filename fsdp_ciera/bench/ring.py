@@ -15,24 +15,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def ring_reduce_scatter(output: Tensor, values: Tensor, op: Any, group: dist.ProcessGroup) -> None:
-    """`output` [n] = this rank's stretch of the sum (or mean) over ranks of `values` [world_size * n].
+def ring_reduce_scatter(output: Tensor, values: Tensor, op: Any, process_group: dist.ProcessGroup) -> None:
+    """Writes to `output` [n] this rank's stretch of the sum (or mean) over ranks of `values` [world_size * n].
 
     Sums travel once round the ring, in the dtype of `values`, as in NCCL's ring; each rank's stretch is added up in the order
-    of the ranks behind it. Sends (world_size - 1) x n values. Raises `ValueError` for another `op` than SUM and AVG.
+    of the ranks behind that rank. Sends (world_size - 1) x n values. Raises `ValueError` for another `op` than SUM and AVG.
     """
     if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         raise ValueError(
             f"op={op!r} is not SUM or AVG, which is all that the ring reduces: measure with --reduce-scatter gloo"
         )
-    world_size, rank = group.size(), group.rank()
+    world_size, rank = process_group.size(), process_group.rank()
     chunks = values.reshape(world_size, -1)
     sums = chunks[(rank - 1) % world_size].clone()
     received = torch.empty_like(sums)
     ahead, behind = (rank + 1) % world_size, (rank - 1) % world_size
     for hop in range(world_size - 1):
-        receiving = dist.irecv(received, group=group, group_src=behind)
-        sending = dist.isend(sums, group=group, group_dst=ahead)
+        receiving = dist.irecv(received, group=process_group, group_src=behind)
+        sending = dist.isend(sums, group=process_group, group_dst=ahead)
         assert receiving is not None and sending is not None
         receiving.wait()
         sending.wait()

@@ -2,7 +2,7 @@
 
     round 0: A B C ...   round 1: A B C ...
 
-Rounds are interleaved so that what else the machine does meets all contenders alike. A turn begins at the pretrained weights
+Contenders take turns so that other load on the machine affects all of them alike. A turn begins at the pretrained weights
 with empty caches, and its first `warmup_steps` iterations are not timed.
 """
 
@@ -27,10 +27,10 @@ from fsdp_ciera.bench.contenders import Contender
 from fsdp_ciera.bench.job import JobModel
 from fsdp_ciera.bench.local import LocalCluster
 from fsdp_ciera.bench.machine import machine_name, num_cores
-from fsdp_ciera.bench.netns import Cluster
+from fsdp_ciera.bench.netns import NetnsCluster
 from fsdp_ciera.bench.options import RunOptions
 from fsdp_ciera.bench.rank import STOPPED
-from fsdp_ciera.bench.ranks import Run
+from fsdp_ciera.bench.ranks import RankProcesses
 from fsdp_ciera.bench.results import Measured, Results, Setting, Step
 from fsdp_ciera.processes import KEEP_MEMORY, free_port
 from fsdp_ciera.units import parse_rate
@@ -40,15 +40,15 @@ _GRACE_SECONDS = 20.0  # for the other ranks of a turn in which one has failed
 _FIRST_PORT = 30000  # in namespaces, where nobody else listens
 
 
-def cluster_of(options: RunOptions) -> Cluster | LocalCluster:
-    """The hosts. Raises `ValueError` for a rate that is none."""
+def cluster_of(options: RunOptions) -> NetnsCluster | LocalCluster:
+    """Returns the hosts of a run. Raises `ValueError` for an invalid rate or number of hosts."""
     limit = options.limit
-    return LocalCluster(options.hosts, limit) if options.loopback else Cluster(options.hosts, limit)
+    return LocalCluster(options.hosts, limit) if options.loopback else NetnsCluster(options.hosts, limit)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A contender's part of a round: what every rank wrote, in rank order."""
+    """A contender's part of a round: the records of all ranks, in rank order."""
 
     contender: Contender
     round: int
@@ -56,23 +56,23 @@ class Turn:
 
     @property
     def failure(self) -> str | None:
-        """What the first rank that failed says. One that lost a peer says so, which tells less than the peer's own words."""
+        """Error of the first rank that failed by itself, else of the first that lost a peer; `None` if no rank failed."""
         failures = [str(rank["failure"]) for rank in self.ranks if "failure" in rank]
-        told = ("Connection closed by peer", "timed out", STOPPED)
-        own = [text for text in failures if not any(one in text for one in told)]
-        return next(iter(own or failures), None)
+        signs_of_lost_peers = ("Connection closed by peer", "timed out", STOPPED)
+        own_failures = [text for text in failures if not any(sign in text for sign in signs_of_lost_peers)]
+        return next(iter(own_failures or failures), None)
 
 
-def measure(
+def measure_contenders(
     options: RunOptions,
     model: JobModel,
     contenders: Sequence[Contender],
     tell: Callable[[str, int, int], None] = lambda text, done, total: None,
 ) -> tuple[Results, dict[str, Any]]:
-    """Runs everything -> results, and the trace of each FSDP2 contender's last round as plain JSON, by key.
+    """Runs all contenders in turn. Returns the results, and by key the last trace of each FSDP2 contender as plain JSON.
 
-    `tell(what, turns done, turns in all)` is called before each turn. Raises `NetnsError` where no namespaces can be had (see
-    `RunOptions.loopback`), `RankError` when a rank's process dies; a contender that fails is in the results, with why.
+    Calls `tell(text, turns done, turns in all)` before each turn. Raises `NetnsError` if namespaces are not available (see
+    `RunOptions.loopback`), and `RankError` when a rank's process dies. The record of a contender that fails says why.
     """
     turns: list[Turn] = []
     with tempfile.TemporaryDirectory(prefix="ciera-bench-") as name, cluster_of(options) as cluster:
@@ -80,26 +80,33 @@ def measure(
         (folder / "setting.json").write_text(json.dumps(_setting_of_ranks(options, model)))
         environment = {**KEEP_MEMORY, "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
         argv = [sys.executable, "-m", "fsdp_ciera.bench.rank", name]
-        run = cluster.start(argv, ranks_per_host=options.ranks_per_host, env=environment)
-        plan = [(number, one) for number in range(options.rounds) for one in contenders]
+        processes = cluster.start(argv, ranks_per_host=options.ranks_per_host, env=environment)
+        plan = [(round_number, contender) for round_number in range(options.rounds) for contender in contenders]
         failed: set[str] = set()
-        for done, (number, contender) in enumerate(plan):
+        for num_done, (round_number, contender) in enumerate(plan):
             if contender.key in failed:  # it would fail again
                 continue
-            tell(f"round {number + 1} of {options.rounds}: {contender.label}", done, len(plan))
-            turns.append(_take(folder, run, len(turns), contender, number, options))
+            tell(f"round {round_number + 1} of {options.rounds}: {contender.label}", num_done, len(plan))
+            turns.append(_take(folder, processes, len(turns), contender, round_number, options))
             if turns[-1].failure is not None:
                 failed.add(contender.key)
         (folder / "end").touch()
-        run.wait(60)
-    measured = tuple(_measured(one, [turn for turn in turns if turn.contender is one], options)
-                     for one in contenders)  # fmt: skip
+        processes.wait(60)
+    measured = tuple(
+        _measured(contender, [turn for turn in turns if turn.contender is contender], options)
+        for contender in contenders
+    )
     traces = {turn.contender.key: turn.ranks[0]["trace"] for turn in turns if turn.ranks[0].get("trace")}
     return Results(setting=_setting(options, model), measured=measured), traces
 
 
-def _take(folder: Path, run: Run, number: int, contender: Contender, round_number: int, options: RunOptions) -> Turn:
-    """One turn. Ranks that wait for a failed one, or for too long, are stopped: the next turn does without them."""
+def _take(
+    folder: Path, processes: RankProcesses, number: int, contender: Contender, round_number: int, options: RunOptions
+) -> Turn:
+    """Lets the ranks take turn `number`.
+
+    Stops the turn on ranks that wait for a failed peer or take too long, so that the next turn can begin.
+    """
     paths = [folder / f"turn {number} rank {rank}.json" for rank in range(options.hosts * options.ranks_per_host)]
     port = free_port() if options.loopback else _FIRST_PORT + number % 1000
     unfinished = folder / "unfinished"
@@ -108,7 +115,7 @@ def _take(folder: Path, run: Run, number: int, contender: Contender, round_numbe
     deadline = time.monotonic() + options.turn_seconds
     has_failed = False
     while not all(path.exists() for path in paths):
-        run.raise_if_failed()
+        processes.raise_if_failed()
         if not has_failed and any("failure" in json.loads(path.read_text()) for path in paths if path.exists()):
             has_failed = True
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
@@ -119,23 +126,23 @@ def _take(folder: Path, run: Run, number: int, contender: Contender, round_numbe
 
 
 def _measured(contender: Contender, turns: Sequence[Turn], options: RunOptions) -> Measured:
-    """All rounds of one contender as one record."""
+    """Puts all rounds of a contender into one record."""
     failure = next((turn.failure for turn in turns if turn.failure is not None), None)
-    done = [turn for turn in turns if turn.failure is None]
-    if not done:
+    finished = [turn for turn in turns if turn.failure is None]
+    if not finished:
         return Measured(contender=contender.key, failure=failure or "it was not run")
-    losses = [tuple(turn.ranks[0]["losses"]) for turn in done]
-    digests = [_digest(turn) for turn in done]
+    losses = [tuple(turn.ranks[0]["losses"]) for turn in finished]
+    digests = [_digest(turn) for turn in finished]
     if failure is None and (len(set(losses)) > 1 or len(set(digests)) > 1):
         failure = "rounds that began with the same weights ended with different ones"
     return Measured(
         contender=contender.key,
-        steps=tuple(step for turn in done for step in _steps(turn, options)),
+        steps=tuple(step for turn in finished for step in _steps(turn, options)),
         losses=losses[0],
         parameters_digest=digests[0],
-        peak_memory_bytes=max(rank["peak_memory_bytes"] for turn in done for rank in turn.ranks),
-        cache_bytes=max(rank.get("cache_bytes", 0) for turn in done for rank in turn.ranks),
-        notes=tuple(dict.fromkeys(note for turn in done for rank in turn.ranks for note in rank.get("notes", ()))),
+        peak_memory_bytes=max(rank["peak_memory_bytes"] for turn in finished for rank in turn.ranks),
+        cache_bytes=max(rank.get("cache_bytes", 0) for turn in finished for rank in turn.ranks),
+        notes=tuple(dict.fromkeys(note for turn in finished for rank in turn.ranks for note in rank.get("notes", ()))),
         failure=failure,
     )
 

@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO-3 on CPU over gloo: the same job as FSDP2's in job.py, with settings as near to FSDP2's as it has them.
 
     build_engine   the engine
-    Zero3Job       steps, as `job.Job` makes them
+    Zero3Job       steps, as `job.TrainingJob` makes them
 
 The same: first weights, fp32 masters, bf16 compute, bf16 gathers of a whole decoder layer in forward and again in backward,
 mean gradients reduced in the same dtype, clipping to a global norm, AdamW. So the first loss has the bits of FSDP2's, and
@@ -11,7 +11,7 @@ later ones drift away from them slowly, because DeepSpeed does in its own way:
   from the last one backwards, until the next one would make the bucket larger than a decoder layer.
 - A parameter is cut as one flat row, where FSDP2 cuts its first dimension; the norm of the gradients adds in that order.
 - Embedding, norm and LM head are gathered where they are used and freed at once, each in a collective of its own, in forward
-  and in backward. FSDP2 has them in one group. A tied embedding is gathered by both of its users: four times a step.
+  and in backward. FSDP2 has them in one parameter group. A tied embedding is gathered by both of its users: four times a step.
 - Gathers are asynchronous calls that are waited for at once: nothing is gathered ahead, as with FSDP2 on gloo.
 """
 
@@ -45,14 +45,14 @@ def build_engine(
     kept_values: int = 0,
     prefetched_values: int = 0,
 ) -> Any:
-    """A `DeepSpeedEngine` (stage 3) that trains `model` [fp32, the same weights on all ranks] on CPU. Collective.
+    """Builds a `DeepSpeedEngine` (stage 3) that trains `model` [fp32, the same weights on all ranks] on CPU. Collective.
 
-    `layers` are gathered as a whole each, by default the decoder layers. `kept_values`: parameters that are needed again within
-    so many values stay gathered, up to that many; `prefetched_values`: how far gathers run ahead. With 0 each parameter is
-    gathered when it is needed and freed after forward and after backward; DeepSpeed's own defaults (1e9 and 5e7) would keep a
-    bench model whole from the first forward on.
+    Each of `layers`, by default the decoder layers, is gathered as a whole. `kept_values`: parameters that are needed again
+    within this many values stay gathered, up to this many values; `prefetched_values`: how many values gathers run ahead. With
+    0 each parameter is gathered when it is needed and freed after forward and after backward; DeepSpeed's own defaults (1e9 and
+    5e7) would keep a bench model whole from the first forward on.
 
-    The default process group must be there, on gloo, and RANK, LOCAL_RANK and WORLD_SIZE be set. Makes DeepSpeed choose the CPU
+    Needs the default process group, on gloo, and the variables RANK, LOCAL_RANK and WORLD_SIZE. Makes DeepSpeed choose the CPU
     and compile nothing, and silences it for the rest of the process. Raises `MissingPeerError` without the package,
     `PeerError` for a model or a process that it cannot train.
     """
@@ -101,7 +101,7 @@ def build_engine(
 
 
 def _own_stretch(parameter: nn.Parameter) -> Tensor:
-    """What ZeRO-3 leaves with this rank: its stretch of the flat parameter, zeros where that has no values left."""
+    """Returns what ZeRO-3 leaves with this rank: its stretch of the flat parameter, filled up with zeros past the end."""
     length = -(-parameter.numel() // dist.get_world_size())
     first = dist.get_rank() * length
     values = parameter.detach().reshape(-1)[first : first + length]
@@ -142,9 +142,9 @@ class Zero3Job:
         self.watch = watch
 
     def step(self, step: int) -> float:
-        """One optimizer step -> its loss, mean over ranks, the exact fp32 value.
+        """Does one optimizer step and returns its loss: the mean over ranks, as the exact fp32 value.
 
-        In the first two, ranks also tell each other their order of gathers (a few small broadcasts).
+        In the first two steps ranks also tell each other their order of gathers (a few small broadcasts).
         """
         token_ids = batch(self.tokens, step, self.options.tokens_per_rank)
         self.watch.enter("forward")

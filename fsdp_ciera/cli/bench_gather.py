@@ -53,13 +53,14 @@ class GatherOptions:
 
     @property
     def rates(self) -> tuple[str | None, ...]:
-        """What each host may send, one run for each; `None`: no limit."""
-        given = [rate for rates in self.rate for rate in rates] or (["none"] if self.loopback else ["200mbit", "1gbit"])
-        return tuple(None if rate == "none" else rate for rate in given)
+        """Link rates, one run for each: what a host may send; `None`: no limit."""
+        default_rates = ["none"] if self.loopback else ["200mbit", "1gbit"]
+        rates = [rate for rates in self.rate for rate in rates] or default_rates
+        return tuple(None if rate == "none" else rate for rate in rates)
 
     @property
     def sizes_bytes(self) -> tuple[int, ...]:
-        """Gathered totals. Raises `GatherError` for what is no size."""
+        """Gathered totals in bytes. Raises `GatherError` for a text that is not a size."""
         try:
             return tuple(map(parse_bytes, self.sizes))
         except UnitError as error:
@@ -67,11 +68,11 @@ class GatherOptions:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that share the parameter."""
+        """Number of ranks that share the parameter."""
         return self.hosts * self.ranks_per_host
 
     def repeats_of(self, size_bytes: int) -> int:
-        """Timed gathers of each contender in a cell of this size."""
+        """Returns the number of timed gathers of each contender in a cell of this size."""
         if self.repeats is not None:
             return self.repeats
         return 9 if size_bytes <= 4 * 2**20 else 5 if size_bytes <= 16 * 2**20 else 3

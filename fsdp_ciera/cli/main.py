@@ -67,7 +67,7 @@ USERS_ERRORS = (
     SimulationError,
     GatherError,
 )
-"""What a user can get wrong, said in one line."""
+"""Errors that a user can cause; each is printed as one line."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,10 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str]) -> Command:
-    """The command that these words say. Ends with `SystemExit`: 0 after help, 2 with one line on stderr for what is wrong."""
-    said = io.StringIO()
+    """Parses the words of a command line. Ends with `SystemExit`: 0 after help, 2 with one line on stderr for what is wrong."""
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(stderr):
             command: Command = tyro.cli(
                 Command,  # type: ignore[arg-type]  # a union of dataclasses
                 prog="ciera",
@@ -105,13 +105,13 @@ def parse(words: Sequence[str]) -> Command:
                 config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes),
             )
     except SystemExit:
-        print(_in_one_line(said.getvalue()), end="", file=sys.stderr)
+        print(_in_one_line(stderr.getvalue()), end="", file=sys.stderr)
         raise
     return command
 
 
 def _run(command: Any) -> int:
-    """What each command does; its modules are imported here, since `ciera --help` must not wait for them."""
+    """Runs a command and returns its exit code. Imports its modules here, since `ciera --help` must not wait for them."""
     match command:
         case FinetuneOptions():
             from fsdp_ciera.cli.progress import Progress
@@ -152,12 +152,12 @@ def _run(command: Any) -> int:
 _RULE = set("─-╭╮╰╯│ ")
 
 
-def _in_one_line(said: str) -> str:
+def _in_one_line(text: str) -> str:
     """What tyro says in a box of several lines, without the title, up to the rule below which it repeats the help."""
-    rest = dropwhile(_is_rule, said.splitlines()[1:])
+    rest = dropwhile(_is_rule, text.splitlines()[1:])
     lines = takewhile(lambda line: not _is_rule(line), rest)
     words = " ".join(line.strip("│ ") for line in lines).split()
-    return f"ciera: {' '.join(words)} (--help says more)\n" if words else said
+    return f"ciera: {' '.join(words)} (--help says more)\n" if words else text
 
 
 def _is_rule(line: str) -> bool:

@@ -1,4 +1,4 @@
-"""The codecs by name. The order has no meaning; `raw` must stay."""
+"""The codecs by name. Their order has no meaning; `raw` must stay."""
 
 from __future__ import annotations
 

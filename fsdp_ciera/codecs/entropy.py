@@ -1,4 +1,4 @@
-"""`entropy`: entropy-coded exponents, no state. What every gather on its own can save: about a third of bf16."""
+"""`entropy`: entropy-coded exponents, no state. Saves what a gather allows by itself: about a third of bf16."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Entropy(FloatCodec):
 
     @classmethod
     def cache_bytes(cls, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> int:
-        """None."""
+        """0: the codec has no state."""
         return 0
 
     @property
     def fixed_bytes(self) -> int:
-        """The sign+mantissa plane, and what of the exponents has a known size."""
+        """Bytes of the sign+mantissa plane, and of the part of the exponents whose size is known."""
         return self.coder.symbol_plane_bytes
 
     def encode(self, values: torch.Tensor, sections: Any, is_full: bool) -> None:
@@ -30,9 +30,9 @@ class Entropy(FloatCodec):
         self.coder.write_symbols(values, sections)
 
     def fill(self, values: torch.Tensor, fixed: Any) -> None:
-        """Writes these."""
+        """Writes the plane, and the part of the exponents whose size is known."""
         self.coder.fill_symbols(values, fixed)
 
     def decode(self, received: Any, output: torch.Tensor) -> None:
-        """Merges exponents and planes."""
+        """Merges exponents and planes into values."""
         self.coder.merge_symbols(received, output)

@@ -29,27 +29,27 @@ class ExponentBlock(FloatCodec):
         super().__init__(coder, in_place)
         self._hash_cache: torch.Tensor | None = None  # int64 [num_blocks, 2]
         self._exp_cache: torch.Tensor | None = None  # uint8 [num_peers, num_blocks * block_size]
-        self._fresh_hashes: torch.Tensor | None = None  # of what was encoded last
+        self._fresh_hashes: torch.Tensor | None = None  # of the values that were encoded last
         self._block_counts = (0, 0)
 
     @classmethod
     def cache_bytes(cls, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> int:
-        """HashCache + ExpCache; the paper's M_i = (W - 1) S_e is the second term."""
+        """Bytes of HashCache and ExpCache; the second term is the paper's M_i = (W - 1) S_e."""
         num_blocks = -(-num_values // block_size)
         return num_blocks * 16 + num_peers * num_blocks * block_size
 
     @property
     def fixed_bytes(self) -> int:
-        """The sign+mantissa plane."""
+        """Bytes of the sign+mantissa plane."""
         return self.coder.plane_bytes
 
     @property
     def block_counts(self) -> tuple[int, int]:
-        """All blocks of the unit, and those with unchanged exponents."""
+        """The number of blocks of the unit, and the number with unchanged exponents."""
         return self._block_counts
 
     def prepare(self) -> None:
-        """Makes ExpCache."""
+        """Allocates ExpCache."""
         if self._exp_cache is None:
             self._exp_cache = self.coder.exponent_rows(self.unit.num_peers, in_blocks=True)
 
@@ -58,30 +58,30 @@ class ExponentBlock(FloatCodec):
         self._fresh_hashes = self.coder.hash_blocks(values)
 
     def encode(self, values: torch.Tensor, sections: Any, is_full: bool) -> None:
-        """The exponents of the blocks whose hash is not in HashCache."""
+        """Adds the exponents of blocks whose hash differs from that in HashCache."""
         assert self._fresh_hashes is not None
         last = None if is_full else self._hash_cache
         self._block_counts = self.coder.write_blocks(values, self._fresh_hashes, last, sections)
 
     def fill(self, values: torch.Tensor, fixed: Any) -> None:
-        """Writes the plane."""
+        """Writes the plane, and moves the fresh hashes into HashCache."""
         self.coder.fill_plane(values, fixed)
         if self._fresh_hashes is not None:
             self._hash_cache, self._fresh_hashes = self._fresh_hashes, None
 
     def decode(self, received: Any, output: torch.Tensor) -> None:
-        """Replaces the exponents of changed blocks in ExpCache, and merges."""
+        """Replaces the exponents of changed blocks in ExpCache, and merges it with the planes into values."""
         assert self._exp_cache is not None
         self.coder.read_blocks(received, self._exp_cache)
         self.coder.merge(self._exp_cache, received, output)
 
     def seed(self, values: torch.Tensor, output: torch.Tensor) -> None:
-        """Hashes the own shard, and keeps the exponents of the others."""
+        """Hashes this rank's shard, and keeps the exponents of the other shards."""
         self.prepare()
         assert self._exp_cache is not None
         self.coder.take_exponents(output, self._exp_cache)
         self._hash_cache, self._fresh_hashes = self.coder.hash_blocks(values), None
 
     def forget(self) -> None:
-        """Empties HashCache and ExpCache."""
+        """Drops HashCache and ExpCache."""
         self._hash_cache = self._exp_cache = self._fresh_hashes = None

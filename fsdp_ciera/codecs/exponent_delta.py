@@ -1,6 +1,6 @@
 """`exponent_delta`: which exponents changed, and by how much, instead of whole blocks of them.
 
-sender    changed = exponents != own last ones
+sender    changed = exponents != own last exponents
           payload = sign+mantissa of all values | positions | exponent changes (mod 256)
 receiver  ExpCache[positions] += changes;  merge(ExpCache, sign+mantissa)
 """
@@ -15,7 +15,7 @@ from fsdp_ciera.codecs.base import FloatCodec, UnitCoder
 
 
 class ExponentDelta(FloatCodec):
-    """Keeps nearly the 2x of unchanged exponents at every learning rate (no block is all or nothing).
+    """Keeps nearly the 2x of unchanged exponents at every learning rate: it sends changed exponents alone, not whole blocks.
 
     Wire, per value: sign+mantissa (8 bits of bf16) + 0.01 to 0.06 bit for changed exponents. Memory: one byte a value of
     the own shard and of every peer's. Exact by comparison, no hash.
@@ -30,23 +30,23 @@ class ExponentDelta(FloatCodec):
 
     @classmethod
     def cache_bytes(cls, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> int:
-        """Own exponents and ExpCache."""
+        """Bytes of this rank's own exponents and of ExpCache."""
         return (num_peers + 1) * num_values
 
     @property
     def fixed_bytes(self) -> int:
-        """The sign+mantissa plane."""
+        """Bytes of the sign+mantissa plane."""
         return self.coder.plane_bytes
 
     def prepare(self) -> None:
-        """Makes both."""
+        """Allocates own exponents and ExpCache."""
         if self._own is None:
             self._own = self.coder.exponent_rows(1)[0]
         if self._exp_cache is None:
             self._exp_cache = self.coder.exponent_rows(self.unit.num_peers)
 
     def encode(self, values: torch.Tensor, sections: Any, is_full: bool) -> None:
-        """Positions and changes of exponents."""
+        """Adds positions and changes of exponents."""
         self.coder.write_exponent_changes(values, None if is_full else self._own, sections)
 
     def fill(self, values: torch.Tensor, fixed: Any) -> None:
@@ -54,7 +54,7 @@ class ExponentDelta(FloatCodec):
         self.coder.fill_plane(values, fixed, self._own)
 
     def decode(self, received: Any, output: torch.Tensor) -> None:
-        """Changes ExpCache, and merges."""
+        """Changes ExpCache, and merges it with the planes into values."""
         assert self._exp_cache is not None
         self.coder.read_exponent_changes(received, self._exp_cache)
         self.coder.merge(self._exp_cache, received, output)
@@ -67,5 +67,5 @@ class ExponentDelta(FloatCodec):
         self.coder.take_exponents(output, self._exp_cache)
 
     def forget(self) -> None:
-        """Empties both."""
+        """Drops own exponents and ExpCache."""
         self._own = self._exp_cache = None

@@ -1,4 +1,4 @@
-"""Which values of a run changed, as a section, in the smallest of several forms.
+"""Positions: a section that says which values of a run changed, in the smallest of several forms.
 
     gaps      the number of unchanged values before each change, one byte each; a symbol 255 only moves on by 255
     bitmap    one bit a value
@@ -37,8 +37,8 @@ def write_positions(
 ) -> None:
     """Adds the section of the `num_changed` bits that are set in `bits`, uint8 [ceil(num_values / 8)].
 
-    With `among`, positions count only its `num_among` values, as `num_changed` does. Cost: a pass over the bitmap, and a
-    zstd pass over the gaps, the bitmap (an eighth of a byte a value), or both.
+    With `among`, positions and `num_changed` count only its `num_among` values. Cost: a pass over the bitmap, and a zstd pass
+    over the gaps, the bitmap (an eighth of a byte a value), or both.
     """
     if not num_changed:
         sections.empty()
@@ -60,32 +60,32 @@ def write_positions(
 
 
 def most_position_bytes(num_values: int) -> int:
-    """The largest section of positions: no form is taken that is larger than the plain bitmap."""
+    """Bytes of the largest section of positions: no form is larger than the plain bitmap."""
     return packed_bytes(num_values, 1)
 
 
 def read_positions(
     section: StoredSection, num_values: int, num_values_is_most: bool = False
 ) -> tuple[torch.Tensor, int]:
-    """A section of gaps or a bitmap -> bits uint8 [about ceil(num_values / 8)], and how many are set.
+    """Reads a section of gaps or a bitmap -> bits uint8 [about ceil(num_values / 8)], and how many are set.
 
-    Raises `CieraDecodeError` for what is no such section of `num_values` values (or of less, where that is the most there can
-    be: a bitmap is then as long as it is).
+    Raises `CieraDecodeError` unless it is such a section of `num_values` values. With `num_values_is_most` there may be fewer
+    values: a bitmap may then be shorter.
     """
     if section.coding in (Coding.BITMAP, Coding.BITMAP_ZSTD):
         bits = _read_bitmap(section, packed_bytes(num_values, 1), num_values_is_most)
         size = min(num_values, 8 * len(bits))
         if size % 8 and len(bits) == packed_bytes(num_values, 1) and int(bits[-1]) >> size % 8:
             raise CieraDecodeError(f"a bitmap of changed values marks one behind the last of {num_values}")
-        found = torch.from_numpy(bits)
-        return found, kernels_of(found).count_bits(found, size)
-    most = num_values + num_values // GAP_ESCAPE + 1
-    gaps = torch.from_numpy(SymbolReader(section, most_symbols=most).read_all())
+        bitmap = torch.from_numpy(bits)
+        return bitmap, kernels_of(bitmap).count_bits(bitmap, size)
+    most_symbols = num_values + num_values // GAP_ESCAPE + 1
+    gaps = torch.from_numpy(SymbolReader(section, most_symbols=most_symbols).read_all())
     kernels = kernels_of(gaps)
-    from_gaps = kernels.bits_of_gaps(gaps, num_values)
-    if from_gaps is None:
+    bits_from_gaps = kernels.bits_of_gaps(gaps, num_values)
+    if bits_from_gaps is None:
         raise CieraDecodeError(f"{len(gaps)} gaps between changed values lead out of {num_values} values or mark none")
-    return from_gaps, len(gaps) - int(np.count_nonzero(gaps.numpy() == GAP_ESCAPE))
+    return bits_from_gaps, len(gaps) - int(np.count_nonzero(gaps.numpy() == GAP_ESCAPE))
 
 
 def _read_bitmap(section: StoredSection, num_bytes: int, is_most: bool) -> Bytes:

@@ -17,22 +17,22 @@ class Raw(Codec):
 
     @classmethod
     def cache_bytes(cls, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> int:
-        """None."""
+        """0: the codec has no state."""
         return 0
 
     @property
     def fixed_bytes(self) -> int:
-        """The values themselves."""
+        """Bytes of the values themselves."""
         return self.coder.raw_bytes
 
     def encode(self, values: torch.Tensor, sections: Any, is_full: bool) -> None:
-        """Nothing."""
+        """Adds no section."""
         return None
 
     def fill(self, values: torch.Tensor, fixed: Any) -> None:
-        """Copies."""
+        """Copies the values."""
         self.coder.fill_raw(values, fixed)
 
     def decode(self, received: Any, output: torch.Tensor) -> None:
-        """Copies."""
+        """Copies the peers' values."""
         self.coder.read_raw(received, output)

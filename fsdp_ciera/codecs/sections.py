@@ -1,10 +1,10 @@
-"""Sections: runs of symbols of up to 8 bits, as they are stored in a payload. zstd on CPU, or uncoded where that is smaller.
+"""Sections on CPU: symbols of up to 8 bits as a payload stores them, with zstd or, where that is smaller, uncoded.
 
-    SectionWriter    lays sections one behind the other into a payload's buffer
-    SymbolReader     gives the symbols of a received section back, piece by piece
+    SectionWriter    writes sections one behind the other into a buffer
+    SymbolReader     reads the symbols of a received section, piece by piece
 
 [Note: In pieces] Both take symbols piece by piece, so that exponents go from the split into the coder, and from the coder into
-the merge, while they are in the processor's cache; no plane as large as a shard is made.
+the merge, while they are in the processor's cache. Neither makes a plane as large as a shard.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _ZSTD_PARAMETERS = zstandard.ZstdCompressionParameters.from_level(
     target_length=0,
     write_content_size=True,
 )
-"""Exponents hold no matches worth having, only skewed counts: the least search that zstd offers leaves them to Huffman.
-On SmolLM2-135M that is 2.67 bits an exponent, as much as their entropy, where level 1 needs 2.93 (docs/measured.md)."""
+"""Exponents hold no useful matches, only skewed counts: the least search that zstd offers leaves them to Huffman coding.
+On SmolLM2-135M that takes 2.67 bits an exponent, as much as their entropy, where level 1 takes 2.93 (docs/measured.md)."""
 _SMALLEST_TO_CODE_BYTES = 48  # below it a zstd frame's header eats the gain
 _MOST_WINDOW_BYTES = 1 << 23  # what a frame may make us allocate; ours need 128 KiB
 
@@ -58,19 +58,19 @@ class StoredSection(NamedTuple):
     data: Bytes
 
     def check_empty(self) -> None:
-        """Raises `CieraDecodeError` when it stores anything."""
+        """Raises `CieraDecodeError` when the section has any bytes."""
         if len(self.data):
             raise CieraDecodeError(f"a section of coding {self.coding} has {len(self.data)} bytes where none belong")
 
     def check_nothing(self) -> None:
-        """Raises `CieraDecodeError` when it says anything: it must be plain and empty."""
+        """Raises `CieraDecodeError` unless the section is plain and empty."""
         if self.coding != Coding.PLAIN:
             raise CieraDecodeError(f"a section of coding {self.coding} stands where none belongs")
         self.check_empty()
 
 
 class Form(NamedTuple):
-    """One way to store a section: its bytes, and what to call them uncoded and as a zstd frame."""
+    """One way to store a section: its bytes, and their codings uncoded and as a zstd frame."""
 
     data: Bytes
     plain: Coding = Coding.PLAIN
@@ -87,16 +87,16 @@ class SectionWriter:
         """Coding and stored bytes of each section so far."""
 
     def written(self, most_of_room: int) -> Bytes:
-        """All sections side by side: a view of the room, or a copy where they take less than 1 / `most_of_room` of it."""
+        """Returns all sections side by side: a view of the room, or a copy if they take less than 1 / `most_of_room` of it."""
         written = self._room[: self.num_bytes]
         return written if most_of_room * self.num_bytes > len(self._room) else written.copy()
 
     def empty(self, coding: Coding = Coding.PLAIN) -> None:
-        """A section that stores nothing."""
+        """Adds a section without bytes."""
         self.entries.append((coding, 0))
 
     def reserve(self, num_bytes: int) -> Bytes:
-        """A plain section of `num_bytes` bytes, for the caller to fill."""
+        """Adds a plain section of `num_bytes` bytes, for the caller to fill."""
         return self._take(Coding.PLAIN, num_bytes)
 
     def code(
@@ -107,24 +107,24 @@ class SectionWriter:
         plain: Coding = Coding.PLAIN,
         zstd: Coding = Coding.ZSTD,
     ) -> None:
-        """A section of `num_symbols` symbols below 2**symbol_bits: the smallest of plain, packed and zstd.
+        """Adds a section of `num_symbols` symbols below 2**symbol_bits: the smallest of plain, packed and zstd.
 
-        `plain` and `zstd` are what to call the first and the last. `pieces` is called for the symbols, and again where zstd
-        did not make them smaller. Cost: one zstd pass.
+        `plain` and `zstd` are the codings of the first and the last. `pieces` is called for the symbols, and again where zstd
+        does not make them smaller. Cost: one zstd pass.
         """
         if not num_symbols:
             self.empty()
             return
-        smallest = packed_bytes(num_symbols, symbol_bits)
+        uncoded_bytes = packed_bytes(num_symbols, symbol_bits)
         if num_symbols >= _SMALLEST_TO_CODE_BYTES:
             start = self.num_bytes
-            coded = _compress(pieces(), num_symbols, self._room[start : start + smallest - 1])
-            if coded is not None:
-                self._take(zstd, coded)
+            frame_bytes = _compress(pieces(), num_symbols, self._room[start : start + uncoded_bytes - 1])
+            if frame_bytes is not None:
+                self._take(zstd, frame_bytes)
                 return
         if symbol_bits < 8:
             symbols = np.concatenate([piece.copy() for piece in pieces()])
-            self._take(Coding.PACKED, smallest)[:] = pack_bits(torch.from_numpy(symbols), symbol_bits).numpy()
+            self._take(Coding.PACKED, uncoded_bytes)[:] = pack_bits(torch.from_numpy(symbols), symbol_bits).numpy()
             return
         into, position = self._take(plain, num_symbols), 0
         for piece in pieces():
@@ -132,14 +132,14 @@ class SectionWriter:
             position += len(piece)
 
     def code_smallest(self, forms: Sequence[Form]) -> None:
-        """A section in the smallest of several forms, each uncoded or as a zstd frame. Cost: one zstd pass a form."""
+        """Adds a section in the smallest of several forms, each uncoded or as a zstd frame. Cost: one zstd pass a form."""
         stored = [(len(form.data), form.plain, form.data) for form in forms]
         for form in forms:
             if len(form.data) >= _SMALLEST_TO_CODE_BYTES:
                 frame = np.empty(len(form.data) - 1, np.uint8)
-                coded = _compress([form.data], len(form.data), frame)
-                if coded is not None:
-                    stored.append((coded, form.zstd, frame[:coded]))
+                frame_bytes = _compress([form.data], len(form.data), frame)
+                if frame_bytes is not None:
+                    stored.append((frame_bytes, form.zstd, frame[:frame_bytes]))
         num_bytes, coding, data = min(stored, key=lambda choice: choice[0])
         self._take(coding, num_bytes)[:] = data
 
@@ -151,7 +151,7 @@ class SectionWriter:
 
 
 def _compress(pieces: Iterable[Bytes], num_symbols: int, into: Bytes) -> int | None:
-    """One zstd frame of all pieces. -> its bytes, or `None` where it does not fit into `into`."""
+    """Writes one zstd frame of all pieces into `into`. Returns its number of bytes, or `None` where it does not fit."""
     compressor = zstandard.ZstdCompressor(compression_params=_ZSTD_PARAMETERS).compressobj(size=num_symbols)
     position = 0
     for frame in _frames(compressor, pieces):
@@ -171,10 +171,10 @@ def _frames(compressor: zstandard.ZstdCompressionObj, pieces: Iterable[Bytes]) -
 
 
 class SymbolReader:
-    """Reads a section's symbols in order. All methods raise `CieraDecodeError` when the bytes are not what they should be.
+    """Reads a section's symbols in order. All methods raise `CieraDecodeError` when the bytes are damaged.
 
-    Pass `num_symbols` where it is known beforehand. Otherwise the section tells it, up to `most_symbols`: looked at first,
-    since a damaged size must not make us allocate it.
+    Pass `num_symbols` where it is known beforehand. Otherwise the section says it, and it may be at most `most_symbols`. That
+    is checked first, since a damaged size must not make us allocate it.
     """
 
     def __init__(
@@ -211,11 +211,11 @@ class SymbolReader:
 
     @property
     def num_left(self) -> int:
-        """Symbols not read yet."""
+        """The number of symbols not read yet."""
         return self.num_symbols - self._position
 
     def read(self, num_symbols: int) -> Bytes:
-        """The next `num_symbols` symbols, valid until the next call."""
+        """Reads the next `num_symbols` symbols, which are valid until the next call."""
         if self._plain is not None:
             self._advance(num_symbols)
             symbols = self._plain[self._position - num_symbols : self._position]
@@ -236,7 +236,7 @@ class SymbolReader:
         return out
 
     def read_all(self) -> Bytes:
-        """All symbols that are left, and nothing may stand behind them."""
+        """Reads all symbols that are left, and checks that nothing stands behind them."""
         symbols = self.read_into(np.empty(self.num_left, np.uint8))
         self.finish()
         return symbols
@@ -247,10 +247,10 @@ class SymbolReader:
             raise CieraDecodeError(f"a section holds {self.num_left} symbols too many of {self.num_symbols}")
         if self._plain is None:
             try:
-                more = self._frame.read(1)
+                surplus = self._frame.read(1)
             except zstandard.ZstdError as error:
                 raise CieraDecodeError(f"a zstd section does not end where it should: {error}") from error
-            if more:
+            if surplus:
                 raise CieraDecodeError("a zstd section holds more than it announces")
 
     def _advance(self, num_symbols: int) -> None:
@@ -282,7 +282,8 @@ def check_width(symbols: Bytes, symbol_bits: int) -> None:
 
 
 def entropy_bits(symbols: Bytes) -> float:
-    """Bits a symbol of an order-0 code of uint8 [n]; 0 of none. Cost: a few nanoseconds a symbol, so take a sample."""
+    """Bits that an order-0 code takes for a symbol of uint8 [n]; 0 where n is 0. Cost: a few nanoseconds a symbol, so take a
+    sample."""
     if not len(symbols):
         return 0.0
     counts = np.bincount(symbols, minlength=256)

@@ -1,4 +1,4 @@
-"""A look at a sample of a run, to choose how its changes travel. Wrong guesses cost bytes, never exactness."""
+"""Looks at a sample of a run to choose how its changes travel. Wrong guesses cost bytes, never exactness."""
 
 from __future__ import annotations
 
@@ -27,23 +27,25 @@ _LEAST_GAIN = 0.95  # what moves must beat literals by: two lists are slower tha
 _MOST_SPLIT = 0.25
 """Above this share of changed values, small and large ones are not told apart: that costs several passes over them."""
 _SMALL_SHARE = 0.4
-"""Of the changed values; 0.35 to 0.5 took the fewest bytes on the demo's steps, at both learning rates."""
+"""The share of changed values that count as small; 0.35 to 0.5 took the fewest bytes on the demo's steps, at both rates."""
 _LEAST_GAINED_BITS = 400  # what two more sections cost in headers and frames, at the most
 _BYTE_LOSS = 1.1  # moves in bytes take more than their entropy; see [Note: Nibbles] in moves.py
 
 
 def sample(values: torch.Tensor) -> torch.Tensor:
-    """[n] -> the values in one window of each chunk, or of every so many; all of a run of up to half a chunk.
+    """Takes from values [n] one window of each chunk, or of every so many chunks; all values of a run of up to half a chunk.
 
     The windows lie at a different place in each chunk, so that they do not always meet the same rows of a matrix.
     """
     num_values = len(values)
     if num_values <= CHUNK_VALUES // 2:
         return values
-    places = CHUNK_VALUES // _WINDOW_VALUES
+    windows_per_chunk = CHUNK_VALUES // _WINDOW_VALUES
     chunks = list(chunks_of(num_values))
     step = -(-len(chunks) // _MOST_WINDOWS)
-    starts = [chunk.start + number * 37 % places * _WINDOW_VALUES for number, chunk in enumerate(chunks[::step])]
+    starts = [
+        chunk.start + number * 37 % windows_per_chunk * _WINDOW_VALUES for number, chunk in enumerate(chunks[::step])
+    ]
     return torch.cat([values[start : start + _WINDOW_VALUES] for start in starts])
 
 
@@ -56,7 +58,7 @@ def exponents_of(values: torch.Tensor, fmt: FloatFormat) -> Bytes:
 
 
 def moves_of(fresh: torch.Tensor, last: torch.Tensor, fmt: FloatFormat) -> Bytes:
-    """A move for each value of a sample [n], uint8 [n]."""
+    """The move of each value of a sample [n], uint8 [n]."""
     form = Form(everywhere=True)
     return kernels_of(fresh).find_changes(fresh, last.clone(), fmt, form).moves.numpy()
 
@@ -67,12 +69,12 @@ class ValueForm(NamedTuple):
     coding: Coding
     escape: int = NIBBLE_ESCAPE
     boundary: int = 0
-    """0, or the exponent below which values are *small*: these then have positions and moves of their own."""
+    """The exponent below which values are *small*, with positions and moves of their own; 0 where none are told apart."""
     small_escape: int = NIBBLE_ESCAPE
 
 
 def choose_value_form(values: torch.Tensor, last: torch.Tensor, fmt: FloatFormat) -> ValueForm:
-    """The form for values [n] after `last` [n]. Cost: reads a sample of both."""
+    """Chooses the form for the changes from `last` [n] to `values` [n]. Cost: reads a sample of both."""
     fresh, before = sample(values), sample(last)
     changed = (fresh.view(fmt.int_dtype) != before.view(fmt.int_dtype)).nonzero().view(-1)
     if not len(changed):
@@ -100,7 +102,7 @@ def _choose_escape(symbols: Bytes, literal_bits: float) -> int:
 
 
 def _move_bits(symbols: Bytes, escape: int, literal_bits: float) -> float:
-    """Bits a move, literals included."""
+    """The bits that a move takes, literals included."""
     if not len(symbols):
         return 0.0
     num_literals = int(np.count_nonzero(symbols >= escape))
@@ -109,25 +111,26 @@ def _move_bits(symbols: Bytes, escape: int, literal_bits: float) -> float:
 
 
 def _choose_boundary(exponents: Bytes, changed: npt.NDArray[np.int64]) -> tuple[int, npt.NDArray[np.bool_]]:
-    """Exponents [n] before the change, and where values changed [k] -> a boundary, or 0, and which of the k are small.
+    """Chooses a boundary from the exponents [n] before the change and the indices [k] of changed values. Returns it, or 0, and
+    which of the k are small.
 
     [Note: Small values change more] A step moves a value by about the learning rate, which is many units in the last place of a
     small value and less than one of a large one. Both sides know what a value was, so naming the changes
     among small and among large values apart takes a fifth less than naming them together.
     """
-    of_changed = exponents[changed]
-    cumulated = np.cumsum(np.bincount(of_changed, minlength=256))
+    changed_exponents = exponents[changed]
+    cumulated = np.cumsum(np.bincount(changed_exponents, minlength=256))
     boundary = int(np.searchsorted(cumulated, _SMALL_SHARE * len(changed))) + 1
     num_small, num_small_changed = int(np.count_nonzero(exponents < boundary)), int(cumulated[boundary - 1])
     parts = ((num_small, num_small_changed), (len(exponents) - num_small, len(changed) - num_small_changed))
-    together = _position_bits(len(exponents), len(changed))
-    if sum(_position_bits(*part) for part in parts) + _LEAST_GAINED_BITS < _LEAST_GAIN * together:
-        return boundary, of_changed < boundary
+    bits_together = _position_bits(len(exponents), len(changed))
+    if sum(_position_bits(*part) for part in parts) + _LEAST_GAINED_BITS < _LEAST_GAIN * bits_together:
+        return boundary, changed_exponents < boundary
     return 0, np.zeros(len(changed), np.bool_)
 
 
 def _position_bits(num_values: int, num_changed: int) -> float:
-    """Bits that it takes to name the changed values, when they lie anywhere."""
+    """The bits that it takes to name the changed values, when they lie anywhere."""
     if num_changed in (0, num_values):
         return 0.0
     share = num_changed / num_values
@@ -135,7 +138,7 @@ def _position_bits(num_values: int, num_changed: int) -> float:
 
 
 def choose_exponent_form(values: torch.Tensor, last: torch.Tensor, fmt: FloatFormat) -> Coding:
-    """The form for the exponents of values [n] after exponents `last` [n]. Cost: reads a sample of both."""
+    """Chooses the form for the changes from exponents `last` [n] to those of `values` [n]. Cost: reads a sample of both."""
     fresh, before = exponents_of(sample(values), fmt), sample(last).numpy()
     if np.count_nonzero(fresh != before) <= _MOST_SPARSE * len(fresh):
         return Coding.PLAIN

@@ -1,8 +1,8 @@
 """`value_delta`: which values changed, and by how many units in the last place. A repeat gather sends nothing.
 
-sender    changed = values != own last ones
+sender    changed = values != own last values
           payload = positions | changes in ulp | literals, where a change is too large for a symbol
-receiver  ValueCache[positions] = moved or replaced;  copy ValueCache (nothing to copy where the output is the cache)
+receiver  ValueCache[positions] = moved or replaced values;  copy ValueCache (not needed where the output is the cache)
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class ValueDelta(FloatCodec):
 
     [Note: The output is the cache] ValueCache has a row for every rank: the last values of the own shard, with which the sender
     compares, and those of the peers. In place, these rows are the output of the last gather, which FSDP2 gets again for the
-    next one: FSDP2 writes the own row, `decode` what changed in the others, and a repeat gather touches none of them. Test:
-    test_codecs.py, decode in place.
+    next one: FSDP2 writes the own row, `decode` writes the changed values of the others, and a repeat gather touches none of
+    them. Test: test_codecs.py, decode in place.
     """
 
     name: ClassVar[str] = "value_delta"
@@ -37,32 +37,33 @@ class ValueDelta(FloatCodec):
 
     @classmethod
     def cache_bytes(cls, num_values: int, dtype: torch.dtype, block_size: int, num_peers: int) -> int:
-        """ValueCache, own row and all."""
+        """Bytes of ValueCache, with this rank's row."""
         return (num_peers + 1) * num_values * dtype.itemsize
 
     @property
     def fixed_bytes(self) -> int:
-        """None: where nothing changed, nothing travels."""
+        """0: where nothing changed, nothing travels."""
         return 0
 
     def prepare(self) -> None:
-        """Makes ValueCache, unless an output serves."""
+        """Allocates ValueCache, unless an output serves as it."""
         if not self.is_in_place and self._value_cache is None:
             self._value_cache = self.coder.value_rows()
 
     def encode(self, values: torch.Tensor, sections: Any, is_full: bool) -> None:
-        """Positions, changes and literals."""
+        """Adds positions, changes and literals."""
         rows = None if is_full else self._value_cache
         self.coder.write_value_changes(values, rows, self.is_in_place, sections)
 
     def fill(self, values: torch.Tensor, fixed: Any) -> None:
-        """Keeps the values, where FSDP2 has not done it."""
+        """Writes this rank's row of ValueCache, where FSDP2 has not done it."""
         if not self.is_in_place:
             assert self._value_cache is not None
             self.coder.keep_own_values(values, self._value_cache)
 
     def decode(self, received: Any, output: torch.Tensor) -> None:
-        """Changes ValueCache. `received` is `None` where no payload travelled, since no value changed."""
+        """Changes ValueCache, and copies it to `output` where that is not the cache. `received` is `None` where no payload
+        travelled, since no value changed."""
         rows = self._value_cache
         if self.is_in_place:
             if rows is not None and rows.data_ptr() != output.data_ptr():  # FSDP2 was given another output
@@ -75,7 +76,7 @@ class ValueDelta(FloatCodec):
             self.coder.copy_values(rows, output, is_flat=False)
 
     def seed(self, values: torch.Tensor, output: torch.Tensor) -> None:
-        """Keeps all shards."""
+        """Keeps all shards in ValueCache."""
         if self.is_in_place:
             self._value_cache = output
             return
@@ -84,5 +85,5 @@ class ValueDelta(FloatCodec):
         self.coder.take_values(output, self._value_cache)
 
     def forget(self) -> None:
-        """Empties ValueCache."""
+        """Drops ValueCache."""
         self._value_cache = None

@@ -1,1 +1,1 @@
-"""One gather: the runs of a group's buffer, what all ranks agree on, payloads on their way, and their checks."""
+"""One gather: the runs of a parameter group's buffer, the ranks' agreement, the exchange of payloads, and its checks."""

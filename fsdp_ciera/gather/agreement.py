@@ -4,10 +4,10 @@
     agree      many channels at once: encode all -> ONE all-reduce MAX of a few int64 a channel -> ONE host read
                -> every channel has a `Settled`, or all ranks raise the same error
 
-[Note: Agreement by MAX] A rank cannot see the others' numbers, only their largest. That is all it takes: the largest payload
-says how much room each rank sends; where somebody says "as they are" all do; and numbers are equal everywhere where the
-largest of x and the largest of ~x belong to the same x. Every conclusion is drawn from the same table, so all ranks draw the
-same. Test: test_agreement.py.
+[Note: Agreement by MAX] A rank cannot see the others' numbers, only the largest of them. That is enough: every rank sends as
+many bytes as the largest payload takes; where a rank sends its shard as it is, all do; and a number x is the same on all ranks
+where the largest x and the largest ~x belong together. All ranks draw their conclusions from the same table, so they draw the
+same ones. Test: test_agreement.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WHICH_FIELDS_MEAN_DESYNC = ("module", "dtype", "num_values", "group_size")
 
 
 class Trouble(IntEnum):
-    """What a rank has to say of a channel beside numbers. The largest holds; above all of them stands damage, see `DAMAGE`."""
+    """The state of a channel that a rank tells beside numbers. The largest one holds; damage stands above all, see `DAMAGE`."""
 
     NONE = 0
     NO_BASE = 1  # it remembers no gather, so its payload is a full one
@@ -73,16 +73,18 @@ class _Row(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What came of an agreement."""
+    """The outcome of an agreement."""
 
     num_settled: int
+    """The number of channels whose next gathers are settled."""
     num_changes: int
-    """The most that any rank has seen a shard of these channels change."""
+    """How often the shards of the channel with most changes have changed, on any rank."""
     sent_bytes: int
+    """Bytes that this rank has sent."""
 
 
 ShardOf = Callable[[Channel], torch.Tensor | None]
-"""What a channel would gather now, [num_values]; `None` while it cannot be gathered."""
+"""Gives the shard that a channel would gather now, [num_values]; `None` while it cannot be gathered."""
 
 
 def agree(channels: Sequence[Channel], shard_of: ShardOf, process_group: dist.ProcessGroup) -> Agreed:
@@ -97,32 +99,30 @@ def agree(channels: Sequence[Channel], shard_of: ShardOf, process_group: dist.Pr
     their gathers. The host waits for the device once, where there is one.
     """
     failures: dict[int, Exception] = {}
-    rows = []
-    for number, channel in enumerate(channels):
-        rows.append(_numbers(channel, shard_of, failures, number))
-    table = torch.stack(rows)
+    table = torch.stack([_row_of(channel, shard_of, failures, number) for number, channel in enumerate(channels)])
     all_reduce_max(table, process_group)
-    own = [channel.own_numbers() for channel in channels]
-    told = iter(channels[0].backend.read(torch.cat([table.view(-1), *own])))  # the host waits here
-    agreed = [_Row(*(next(told) for _ in COLUMNS)) for _ in channels]
-    for channel, numbers in zip(channels, own, strict=True):
-        channel.learn([next(told) for _ in range(len(numbers))])
+    own_numbers = [channel.own_numbers() for channel in channels]
+    host_numbers = iter(channels[0].backend.read(torch.cat([table.view(-1), *own_numbers])))  # the host waits here
+    rows = [_Row(*(next(host_numbers) for _ in COLUMNS)) for _ in channels]
+    for channel, numbers in zip(channels, own_numbers, strict=True):
+        channel.learn([next(host_numbers) for _ in range(len(numbers))])
     sent_bytes = 2 * (process_group.size() - 1) * table.numel() * 8 // process_group.size()
     try:
         num_settled = 0
-        for number, (channel, row) in enumerate(zip(channels, agreed, strict=True)):
+        for number, (channel, row) in enumerate(zip(channels, rows, strict=True)):
             num_settled += _conclude(channel, row, process_group, failures.get(number))
     except BaseException:
         for channel in channels:
             channel.forget()
             channel.damage.zero_()
-            channel.settled, channel.is_told = None, False
+            channel.settled, channel.has_raised = None, False
         raise
-    return Agreed(num_settled, max(row.changes for row in agreed), sent_bytes)
+    return Agreed(num_settled, max(row.changes for row in rows), sent_bytes)
 
 
-def _numbers(channel: Channel, shard_of: ShardOf, failures: dict[int, Exception], number: int) -> torch.Tensor:
-    """One row of the table, int64 [columns] on the device."""
+def _row_of(channel: Channel, shard_of: ShardOf, failures: dict[int, Exception], number: int) -> torch.Tensor:
+    """Makes this rank's row of the table for channel `number`, int64 [columns] on the device. Puts an exception into
+    `failures`."""
     backend, announced, trouble = channel.backend, None, Trouble.NONE
     channel.announced = None
     try:
@@ -134,24 +134,24 @@ def _numbers(channel: Channel, shard_of: ShardOf, failures: dict[int, Exception]
             trouble = Trouble.NONE if channel.has_base else Trouble.NO_BASE
     except Exception as failure:  # the peers would wait for ever
         failures[number], trouble = failure, Trouble.FAILED
-    known = backend.numbers(channel.fingerprint, channel.sequence, channel.changes.agreed, int(trouble), 0)
-    base = known[:1] ^ channel.base if channel.has_base else known[:1]
-    first_bytes = repeat_bytes = known[4:]
-    changes = known[2:3]
+    numbers = backend.numbers(channel.fingerprint, channel.sequence, channel.changes.agreed, int(trouble), 0)
+    fingerprint, sequence, changes, own_trouble, zero = numbers.view(-1, 1).unbind()
+    base = fingerprint ^ channel.base if channel.has_base else fingerprint
+    first_bytes = repeat_bytes = zero
     if announced is not None:
         first_bytes, repeat_bytes = announced.payload_bytes, announced.repeat_bytes
         changes = changes + announced.has_changed
-    trouble_of_all = torch.maximum(known[3:4], channel.damage.to(torch.int64) * DAMAGE)
-    return torch.cat([base, ~base, first_bytes, repeat_bytes, known[1:2], changes, trouble_of_all])
+    trouble_or_damage = torch.maximum(own_trouble, channel.damage.to(torch.int64) * DAMAGE)
+    return torch.cat([base, ~base, first_bytes, repeat_bytes, sequence, changes, trouble_or_damage])
 
 
 def _conclude(channel: Channel, row: _Row, process_group: dist.ProcessGroup, failure: Exception | None) -> bool:
-    """Whether something was settled."""
+    """Settles the channel's next gathers as its row of the table says, or raises. Returns whether it settled them."""
     channel.settled = None
-    was_told, channel.is_told = channel.is_told, False
+    had_raised, channel.has_raised = channel.has_raised, False
     if row.trouble >= DAMAGE:
         channel.damage.zero_()
-        if any_rank(not was_told, process_group):
+        if any_rank(not had_raised, process_group):
             raise CieraDesyncError(f"{channel.where}: {said_of_damage(row.trouble // DAMAGE)}")
         row = row._replace(trouble=Trouble.NO_BASE)  # all ranks have raised, forgotten what they knew, and go on
     if row.trouble == Trouble.FAILED:
@@ -178,7 +178,7 @@ ADVICE = (
 
 
 def said_of_damage(flags: int) -> str:
-    """What bits of `Damage` mean, in words."""
+    """Says in words what these bits of `Damage` mean."""
     return (
         f"in an earlier gather {'; '.join(meanings_of(flags))}. What was computed with it is wrong: start again from a "
         "checkpoint. fsdp_ciera.detach(model) goes on with stock FSDP2"
@@ -189,33 +189,34 @@ def said_of_damage(flags: int) -> str:
 
 
 def exchange_texts(text: bytes, process_group: dist.ProcessGroup) -> list[bytes]:
-    """Every rank's text. Collective."""
-    lengths = all_gather_bytes(torch.from_numpy(np.array([len(text)], "<i8").view(np.uint8)), process_group)
-    sizes = lengths.numpy().view("<i8").reshape(-1).tolist()
-    padded = np.zeros(max(*sizes, 1), np.uint8)
+    """Returns every rank's text. Collective."""
+    own_length = torch.from_numpy(np.array([len(text)], "<i8").view(np.uint8))
+    lengths = all_gather_bytes(own_length, process_group).numpy().view("<i8").reshape(-1).tolist()
+    padded = np.zeros(max(*lengths, 1), np.uint8)
     padded[: len(text)] = np.frombuffer(text, np.uint8)
     gathered = all_gather_bytes(torch.from_numpy(padded), process_group)
-    return [bytes(row[:size].tolist()) for row, size in zip(gathered, sizes, strict=True)]
+    return [bytes(row[:length].tolist()) for row, length in zip(gathered, lengths, strict=True)]
 
 
 def raise_failures(where: str, failure: Exception | None, process_group: dist.ProcessGroup) -> None:
-    """Raises `CieraPeerError` with what went wrong on which ranks. Collective."""
+    """Raises a `CieraPeerError` that says which ranks failed, and how. Collective."""
     texts = exchange_texts(b"" if failure is None else repr(failure).encode(), process_group)
     broken = [f"rank {rank}: {text.decode()}" for rank, text in enumerate(texts) if text]
     raise CieraPeerError(f"{where}: could not encode on {'; '.join(broken)}") from failure
 
 
 def _raise_other_base(channel: Channel) -> None:
-    """Raises what kept the ranks from remembering the same gather of the same channel. Collective over its process group."""
+    """Raises the reason why the ranks do not remember the same gather of the same channel. Collective over its process
+    group."""
     descriptors = exchange_texts(channel.descriptor_text, channel.process_group)
     if len(set(descriptors)) > 1:
         _raise_difference(channel.where, descriptors)
     sequences = [int(text) for text in exchange_texts(str(channel.sequence + 1).encode(), channel.process_group)]
     if len(set(sequences)) == 1:  # See [Note: Mispaired gathers] in backends/base.py
-        found = "an earlier gather of it met another module's of the same shape"
+        reason = "an earlier gather of it met another module's of the same shape"
     else:
-        found = _said_of_sequences(sequences)
-    raise CieraDesyncError(f"{channel.where}: {found}. {ADVICE}")
+        reason = _said_of_sequences(sequences)
+    raise CieraDesyncError(f"{channel.where}: {reason}. {ADVICE}")
 
 
 def _said_of_sequences(sequences: Sequence[int]) -> str:
@@ -225,24 +226,24 @@ def _said_of_sequences(sequences: Sequence[int]) -> str:
 
 
 def raise_other_gather(channel: Channel, sequence: int) -> None:
-    """Raises what kept the ranks of a channel from sending the same gather. Collective over its process group."""
+    """Raises the reason why the ranks of a channel do not send the same gather. Collective over its process group."""
     texts = exchange_texts(encode_descriptor({**channel.descriptor, "gather": sequence}), channel.process_group)
-    fields = [json.loads(text) for text in texts]
-    sequences = [field.pop("gather") for field in fields]
-    if all(field == fields[0] for field in fields):
+    descriptors = [json.loads(text) for text in texts]
+    sequences = [descriptor.pop("gather") for descriptor in descriptors]
+    if all(descriptor == descriptors[0] for descriptor in descriptors):
         raise CieraDesyncError(f"{channel.where}: {_said_of_sequences(sequences)}. {ADVICE}")
-    _raise_difference(channel.where, [encode_descriptor(field) for field in fields])
+    _raise_difference(channel.where, [encode_descriptor(descriptor) for descriptor in descriptors])
 
 
 def _raise_difference(where: str, texts: Sequence[bytes]) -> None:
-    fields = [json.loads(text) for text in texts]
-    names = sorted(set().union(*fields))
-    differing = [name for name in names if len({json.dumps(field.get(name)) for field in fields}) > 1]
+    descriptors = [json.loads(text) for text in texts]
+    names = sorted(set().union(*descriptors))
+    differing = [name for name in names if len({json.dumps(fields.get(name)) for fields in descriptors}) > 1]
     lines = []
     for name in differing:
         by_value: dict[str, list[int]] = {}
-        for rank, field in enumerate(fields):
-            by_value.setdefault(json.dumps(field.get(name)), []).append(rank)
+        for rank, fields in enumerate(descriptors):
+            by_value.setdefault(json.dumps(fields.get(name)), []).append(rank)
         lines.append(f"  {name}: " + "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items()))
     details = "\n".join(lines)
     if any(name in WHICH_FIELDS_MEAN_DESYNC for name in differing):
@@ -260,7 +261,7 @@ def _raise_difference(where: str, texts: Sequence[bytes]) -> None:
 
 
 def hello(descriptor: Mapping[str, Any]) -> torch.Tensor:
-    """The header of a rank that is about to plan, uint8 [64]."""
+    """Makes the header of a rank that is about to plan, uint8 [64]."""
     header = np.zeros(1, HELLO)
     header["magic"], header["wire_version"] = MAGIC, WIRE_VERSION
     header["fingerprint"], header["text_bytes"] = fingerprint_of(descriptor), len(encode_descriptor(descriptor))
@@ -268,9 +269,9 @@ def hello(descriptor: Mapping[str, Any]) -> torch.Tensor:
 
 
 def meet(descriptor: Mapping[str, Any], process_group: dist.ProcessGroup) -> None:
-    """All ranks must describe what they do next alike. Collective; `HELLO_BYTES` a rank.
+    """Checks that all ranks have the same descriptor of what they do next. Collective; `HELLO_BYTES` a rank.
 
-    Raises, on all ranks together, `CieraDesyncError` where a rank sends something else, and `CieraMismatchError` naming ranks
+    Raises, on all ranks together, `CieraDesyncError` where a rank sends no such header, and `CieraMismatchError` with the ranks
     and fields that differ.
     """
     where = f"module {descriptor['module']!r}"
@@ -288,5 +289,5 @@ def meet(descriptor: Mapping[str, Any], process_group: dist.ProcessGroup) -> Non
 
 def any_rank(flag: bool, process_group: dist.ProcessGroup) -> bool:
     """Whether `flag` holds on any rank. Collective; a byte a rank."""
-    mine = torch.full((1,), int(flag), dtype=torch.uint8, device="cpu")
-    return bool(all_gather_bytes(mine, process_group).any())
+    own_flag = torch.full((1,), int(flag), dtype=torch.uint8, device="cpu")
+    return bool(all_gather_bytes(own_flag, process_group).any())

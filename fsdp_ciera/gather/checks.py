@@ -20,7 +20,7 @@ _REPORT = np.dtype([("sender", "<i8"), ("index", "<i8"), ("got", "<u8"), ("expec
 def check_checksums(channel: Channel, output: torch.Tensor, expected: torch.Tensor, failure: Exception | None) -> int:
     """Compares the checksum of each rank's slot of `output` [world_size, num_values] with the sender's, int64 [world_size].
 
-    `failure` is what kept this rank from decoding at all. Returns the bytes this rank sent for the check. Raises
+    `failure` is the reason why this rank could not decode at all. Returns the bytes this rank sent for the check. Raises
     `CieraVerifyError` on all ranks when any rank finds a difference or could not decode.
     """
     got, sent = (sums.numpy().view("<u8") for sums in (channel.backend.checksum(output), expected.contiguous()))
@@ -29,12 +29,12 @@ def check_checksums(channel: Channel, output: torch.Tensor, expected: torch.Tens
     if len(wrong):
         sender = int(wrong[0])
         report[0] = (sender, -1, got[sender], sent[sender])
-    return _agree(report, channel, failure)
+    return _exchange_reports(report, channel, failure)
 
 
 def flag_checksums(channel: Channel, output: torch.Tensor, expected: torch.Tensor | None) -> int:
-    """The same where the host may not look: what differs sets `Damage.WRONG_VALUES`. Nothing is sent. A gather in which nothing
-    travelled decodes nothing."""
+    """Compares checksums as `check_checksums` does where the host may not look, and sets `Damage.WRONG_VALUES` where they
+    differ. Sends nothing and returns 0. `expected` is `None` after a gather in which nothing travelled: it decodes nothing."""
     if expected is not None:
         got = channel.backend.checksum(output)
         channel.backend.flag_difference(got, expected, channel.damage, Damage.WRONG_VALUES)
@@ -42,23 +42,26 @@ def flag_checksums(channel: Channel, output: torch.Tensor, expected: torch.Tenso
 
 
 def check_against_raw(channel: Channel, output: torch.Tensor, values: torch.Tensor, failure: Exception | None) -> int:
-    """Gathers `values` raw beside `output` [world_size, num_values] and compares bit for bit. Otherwise as above."""
+    """Gathers `values` raw beside `output` [world_size, num_values] and compares bit for bit. Returns and raises as the
+    functions above do."""
     process_group = channel.process_group
-    shadow = torch.empty_like(output)
-    all_gather_flat(shadow.view(-1).view(torch.uint8), values.clone().view(torch.uint8), process_group, async_op=False)
-    sent = (process_group.size() - 1) * values.numel() * values.element_size()
-    bits = FORMATS[output.dtype].int_dtype if output.dtype in FORMATS else torch.uint8
-    ours, theirs = output.contiguous().view(bits), shadow.view(bits)
+    raw_output = torch.empty_like(output)
+    all_gather_flat(
+        raw_output.view(-1).view(torch.uint8), values.clone().view(torch.uint8), process_group, async_op=False
+    )
+    sent_bytes = (process_group.size() - 1) * values.numel() * values.element_size()
+    int_dtype = FORMATS[output.dtype].int_dtype if output.dtype in FORMATS else torch.uint8
+    decoded, expected = output.contiguous().view(int_dtype), raw_output.view(int_dtype)
     if not channel.backend.checks_at_once:
-        channel.backend.flag_difference(ours, theirs, channel.damage, Damage.WRONG_VALUES)
-        return sent
+        channel.backend.flag_difference(decoded, expected, channel.damage, Damage.WRONG_VALUES)
+        return sent_bytes
     report = _no_report()
-    different = torch.nonzero(ours != theirs)
+    different = torch.nonzero(decoded != expected)
     if len(different):
         sender, index = different[0].tolist()
-        mask = (1 << 8 * ours.element_size()) - 1
-        report[0] = (sender, index, int(ours[sender, index]) & mask, int(theirs[sender, index]) & mask)
-    return sent + _agree(report, channel, failure)
+        mask = (1 << 8 * decoded.element_size()) - 1
+        report[0] = (sender, index, int(decoded[sender, index]) & mask, int(expected[sender, index]) & mask)
+    return sent_bytes + _exchange_reports(report, channel, failure)
 
 
 def _no_report() -> np.ndarray[Any, Any]:
@@ -67,19 +70,20 @@ def _no_report() -> np.ndarray[Any, Any]:
     return report
 
 
-def _agree(report: np.ndarray[Any, Any], channel: Channel, failure: Exception | None) -> int:
+def _exchange_reports(report: np.ndarray[Any, Any], channel: Channel, failure: Exception | None) -> int:
+    """Raises on all ranks what any rank reports. Returns the bytes this rank sent. Collective."""
     process_group = channel.process_group
     if failure is not None:
         report["sender"] = _COULD_NOT_DECODE
-    told = all_gather_bytes(torch.from_numpy(report.view(np.uint8)), process_group)
-    reports = told.numpy().view(_REPORT).reshape(-1)
+    gathered = all_gather_bytes(torch.from_numpy(report.view(np.uint8)), process_group)
+    reports = gathered.numpy().view(_REPORT).reshape(-1)
     lines = []
     for receiver, (sender, index, got, expected) in enumerate(reports.tolist()):
         if sender == _COULD_NOT_DECODE:
             lines.append(f"rank {receiver} could not decode (its own traceback says why)")
         elif sender != _NO_DIFFERENCE:
-            what = f"checksum {got:#x}" if index < 0 else f"value {index} is {got:#x}"
-            lines.append(f"rank {receiver} decoded rank {sender}'s shard wrongly: {what}, sent was {expected:#x}")
+            difference = f"checksum {got:#x}" if index < 0 else f"value {index} is {got:#x}"
+            lines.append(f"rank {receiver} decoded rank {sender}'s shard wrongly: {difference}, sent was {expected:#x}")
     if lines:
         raise CieraVerifyError(
             f"{channel.where}: "

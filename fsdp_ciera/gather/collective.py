@@ -1,7 +1,7 @@
 """`CieraAllGather`: the all-gather that FSDP2 calls, one object per parameter group.
 
 allocate   FSDP2 asks for the output, and then copies the local shards into this rank's slot of it.
-           The session says what the gather will send: it plans, and agrees with the other ranks, where that is due
+           The session says what the gather will send: it plans and agrees with the other ranks where that is due
 __call__   exchange payloads -> decode into the other ranks' slots -> check -> count
 """
 
@@ -35,30 +35,30 @@ from fsdp_ciera.statistics import CieraStats
 
 
 class GatherOwner(Protocol):
-    """Who plans and agrees: `fsdp_ciera.session.Session`."""
+    """Plans and agrees for all-gathers: `fsdp_ciera.session.Session`."""
 
     def before_gather(
-        self, group: CieraAllGather, process_group: dist.ProcessGroup, dtype: torch.dtype, num_values: int
+        self, comm: CieraAllGather, process_group: dist.ProcessGroup, dtype: torch.dtype, num_values: int
     ) -> Channel | None:
-        """The channel of the gather that comes now, with what is settled for it; `None` for a plain gather. May plan and agree:
-        then collective over `process_group`."""
+        """The channel of the gather that comes now, with what is settled for it; `None` for a plain gather. May plan and agree,
+        and is then collective over `process_group`."""
 
-    def after_gather(self, group: CieraAllGather, channel: Channel) -> None:
-        """A gather of this channel is complete."""
+    def after_gather(self, comm: CieraAllGather, channel: Channel) -> None:
+        """Takes note that a gather of this channel is complete."""
 
-    def invalidate(self, group: CieraAllGather) -> None:
-        """Drops the state of a group."""
+    def invalidate(self, comm: CieraAllGather) -> None:
+        """Drops the state of a parameter group."""
 
 
 class CieraAllGather(AllGather):
     """FSDP2's all-gather of one parameter group, lossless and in fewer bytes.
 
-    What comes out of a call is bit for bit what a plain all-gather gives. A call makes one collective on the process group that
-    FSDP2 passes in: the payloads, whose largest size all ranks have agreed on when the root's forward began (one small
-    all-reduce for all groups, fsdp_ciera.session). A group whose plan chose no codec makes the plain gather alone, see [Note:
-    Never slower] in session.py. Hierarchical gathers exchange payloads between nodes only, and one more collective spreads
-    the shards inside each node. The first call under an FSDP root plans its groups, which takes up to some seconds where
-    links and codecs are measured.
+    A call gives bit for bit what a plain all-gather gives. It makes one collective on the process group that FSDP2 passes in,
+    which gathers the payloads; all ranks agreed on the largest size of these when the root's forward began (one small
+    all-reduce for all parameter groups, fsdp_ciera.session). A parameter group whose plan chose no codec makes the plain gather
+    alone, see [Note: Never slower] in session.py. Hierarchical gathers exchange payloads between nodes only, and one more
+    collective spreads the shards inside each node. The first call under an FSDP root plans its parameter groups, which takes up
+    to some seconds where links and codecs are measured.
 
     Memory besides the channels' state, while a call runs: see `fsdp_ciera.gather.exchange.deliver`; for a flat gather the
     payloads of all ranks (less than the output).
@@ -70,12 +70,12 @@ class CieraAllGather(AllGather):
     [Note: Ambient defaults] Users set a default device or dtype for their own tensors, and FSDP2 may run a gather under them.
     Ours are made without them. Test: test_faults.py, another default device, another default dtype.
 
-    [Note: Names come with the first forward] Before the root's first forward a group knows neither its own name nor its
-    siblings, so categories, the shared budget and the identity in payloads would be guesses. Gathers by `unshard()`
+    [Note: Names come with the first forward] Before the root's first forward a parameter group knows neither its own name nor
+    its siblings, so categories, the shared budget and the identity in payloads would be guesses. Gathers by `unshard()`
     before it run as in stock FSDP2. Test: test_policy.py, unshard before the first forward.
 
     [Note: Any doubt ends in a full gather] State moves before a gather is known to have worked. So every exception
-    forgets the state, and a rank that has none (after an exception, `invalidate`, a new layout) says so at the next
+    drops the state, and a rank that has none (after an exception, `invalidate`, a new layout) says so at the next
     agreement: then all ranks send their shards as they are. Test: test_failures.py, an exception on one rank.
     """
 
@@ -85,16 +85,16 @@ class CieraAllGather(AllGather):
         self.param_group = param_group
         self.policy = policy
         self.planned_codecs: tuple[str, ...] | None = None
-        """Of each parameter, as the plan says."""
+        """The codec of each parameter, as the plan says; `None` before there is one."""
         self.channels: dict[tuple[str, torch.dtype, int], Channel] = {}
-        """By name of the process group, dtype and length, see [Note: One state per channel] in session.py."""
+        """The channels by name of the process group, dtype and length. See [Note: One state per channel] in session.py."""
         self.changes: dict[tuple[str, torch.dtype, int], Changes] = {}
-        """As `channels`."""
+        """The changes of the shards, by the same keys as `channels`."""
         self.counts = CieraStats()
         self.plain_layouts: dict[tuple[torch.dtype, int], Layout] = {}
-        """Of gathers in which the plan chose no codec."""
+        """The layouts of gathers in which the plan chose no codec, by dtype and length."""
         self.session: GatherOwner | None = None
-        """Who plans and agrees for it; from its first gather on."""
+        """The session that plans and agrees for this all-gather; `None` before its first gather."""
         self._session_of = session_of
         self._coming: Channel | None = None
         """The channel of the gather that `allocate` has begun."""
@@ -102,8 +102,8 @@ class CieraAllGather(AllGather):
     # FSDP2's side
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The output buffer: the one that is held as state, see [Note: The output is the cache] in codecs/value_delta.py,
-        and a fresh one otherwise, since FSDP2 holds those of several groups at once."""
+        """Returns the output buffer that is held as state, see [Note: The output is the cache] in codecs/value_delta.py; or a
+        fresh one where none is held, since FSDP2 uses the outputs of several parameter groups at once."""
         num_values = prod(int(length) for length in size)
         process_group = next_process_group(self.param_group)
         self._coming = None
@@ -124,27 +124,29 @@ class CieraAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fills `output_tensor` [world_size * n]; `input_tensor` [n] is this rank's slot of it and stays as it is.
+        """Fills `output_tensor` [world_size * n]; `input_tensor` [n] is this rank's slot of it and stays as it is. `group` is
+        FSDP2's name for the process group.
 
         Always blocks and returns `None` on CPU, also with `async_op`, so two asynchronous calls on different process groups
         must be made in the same order on all ranks. Raises on all ranks together `CieraMismatchError`,
         `CieraDesyncError`, `CieraPeerError`, `CieraVerifyError`; on one rank `CieraDecodeError` for a damaged payload.
         """
+        process_group = group
         channel, self._coming = self._coming, None
         with ambient_defaults(input_tensor.device):
-            if channel is None or not channel.is_of(group, input_tensor):
+            if channel is None or not channel.is_of(process_group, input_tensor):
                 channel = None
                 if input_tensor.numel() and names_are_known(self.param_group):  # nobody called `allocate`
-                    channel = self._before_gather(group, input_tensor.dtype, input_tensor.numel())
+                    channel = self._before_gather(process_group, input_tensor.dtype, input_tensor.numel())
             if channel is None:
-                return self._gather_plain(output_tensor, input_tensor, group, async_op)
+                return self._gather_plain(output_tensor, input_tensor, process_group, async_op)
             settled = channel.settled or channel.settle_alone()
             num_gathers = settled.num_gathers
             try:
-                self._gather(channel, settled, output_tensor.view(group.size(), -1), input_tensor)
+                self._gather(channel, settled, output_tensor.view(process_group.size(), -1), input_tensor)
             except BaseException:
                 channel.forget()  # See [Note: Any doubt ends in a full gather]
-                channel.is_told = True
+                channel.has_raised = True
                 settled.num_gathers = num_gathers + 1  # as at the peers, who may have seen nothing wrong
                 raise
             self._session_of(self).after_gather(self, channel)
@@ -153,20 +155,21 @@ class CieraAllGather(AllGather):
     # Our side
 
     def invalidate(self) -> None:
-        """The next gather of every channel is a full one."""
+        """Drops all state, so that the next gather of every channel is a full one."""
         if self.session is not None:
             self.session.invalidate(self)
 
     def release(self) -> None:
-        """Frees all state now. Counts and stage seconds go on."""
+        """Frees all state now. Counts and stage seconds are kept."""
         self.channels.clear()
         self._coming = None
         self.planned_codecs = None
 
     def adopt(self, codecs: tuple[str, ...]) -> None:
-        """The plan for the parameters of this group, from the next gather on: a full one when it differs from the last.
+        """Takes the codecs that a plan gives the parameters of this parameter group. The next gather is a full one where they
+        differ from the last plan's.
 
-        Called on all ranks at the same gather.
+        Call it on all ranks at the same gather.
         """
         if codecs != self.planned_codecs:
             self.channels.clear()
@@ -184,7 +187,7 @@ class CieraAllGather(AllGather):
 
     @property
     def stage_seconds(self) -> dict[str, float]:
-        """Seconds of the host in each stage, counted by all channels of this group."""
+        """The host's seconds in each stage, counted by all channels of this parameter group."""
         if not self.counts.stage_seconds:
             self.counts.stage_seconds = dict.fromkeys(STAGES, 0.0)
         return self.counts.stage_seconds
@@ -214,7 +217,7 @@ class CieraAllGather(AllGather):
         output: torch.Tensor,
         values: torch.Tensor,
     ) -> None:
-        """Payloads have moved: checks, counts, and moves the channel on."""
+        """Checks and counts a gather whose payloads have moved, and moves the channel on."""
         sequence = settled.next_sequence
         check_is_due = self._check_is_due(sequence)
         could_not_decode = bool(delivered.flags & COULD_NOT_DECODE)
@@ -229,7 +232,7 @@ class CieraAllGather(AllGather):
             self._check(channel, delivered, output, values, phase)
 
     def _raise(self, channel: Channel, sequence: int, delivered: Delivered) -> None:
-        """What all ranks of the process group have seen, they raise together."""
+        """Raises what all ranks of the process group have seen, on all of them together."""
         channel.damage.zero_()
         if delivered.flags & Damage.FAILED:
             raise_failures(channel.where, delivered.failure, channel.process_group)
@@ -247,47 +250,50 @@ class CieraAllGather(AllGather):
     def _check(
         self, channel: Channel, delivered: Delivered, output: torch.Tensor, values: torch.Tensor, phase: str
     ) -> None:
-        """See fsdp_ciera.gather.checks."""
+        """Checks the output as `verify=` says, see fsdp_ciera.gather.checks, and counts the bytes sent for it."""
         if self.policy.verify != "every":
-            sent = check_against_raw(channel, output, values, delivered.failure)
+            sent_bytes = check_against_raw(channel, output, values, delivered.failure)
         elif not channel.backend.checks_at_once:
-            sent = flag_checksums(channel, output, delivered.checksums)
+            sent_bytes = flag_checksums(channel, output, delivered.checksums)
         else:
             assert delivered.checksums is not None
-            sent = check_checksums(channel, output, delivered.checksums, delivered.failure)
-        self.counts.count_overhead(phase, sent, link="flat" if channel.cut.is_flat else "between_nodes")
+            sent_bytes = check_checksums(channel, output, delivered.checksums, delivered.failure)
+        self.counts.count_overhead(phase, sent_bytes, link="flat" if channel.cut.is_flat else "between_nodes")
 
     def _count(self, channel: Channel, settled: Settled, phase: str, delivered: Delivered) -> None:
         cut, layout = channel.cut, channel.layout
         item_bytes = layout.dtype.itemsize
         num_peers, num_in_node = cut.num_nodes - 1, (cut.ranks_per_node - 1) * cut.num_nodes
-        raw_bytes = layout.num_values * item_bytes
-        links = [("flat" if cut.is_flat else "between_nodes", num_peers * raw_bytes, delivered.sent_bytes)]
+        shard_bytes = layout.num_values * item_bytes
+        links = [("flat" if cut.is_flat else "between_nodes", num_peers * shard_bytes, delivered.sent_bytes)]
         if not cut.is_flat:
-            links.append(("in_node", num_in_node * raw_bytes, delivered.sent_in_node_bytes))
+            links.append(("in_node", num_in_node * shard_bytes, delivered.sent_in_node_bytes))
         runs = []
         for run, run_bytes in zip(layout.runs, channel.run_bytes(settled), strict=True):
-            raw = run.num_values * item_bytes
-            sent = num_peers * run_bytes + num_in_node * raw
-            runs.append((run.category, run.codec, (cut.world_size - 1) * raw, sent))
+            raw_bytes = run.num_values * item_bytes
+            sent_bytes = num_peers * run_bytes + num_in_node * raw_bytes
+            runs.append((run.category, run.codec, (cut.world_size - 1) * raw_bytes, sent_bytes))
         self.counts.count(phase, links, runs)
         if channel.has_base and channel.announced is not None:
-            looked_at, reused = channel.announced.block_counts
-            self.counts.num_blocks += looked_at
-            self.counts.num_blocks_reused += looked_at if settled.num_gathers else reused
+            num_blocks, num_reused = channel.announced.block_counts
+            self.counts.num_blocks += num_blocks
+            self.counts.num_blocks_reused += num_blocks if settled.num_gathers else num_reused
 
     def _gather_plain(
-        self, output: torch.Tensor, values: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+        self, output: torch.Tensor, values: torch.Tensor, process_group: dist.ProcessGroup, async_op: bool
     ) -> dist.Work | None:
-        """As stock FSDP2."""
-        per_value = (group.size() - 1) * values.element_size()
+        """Gathers as stock FSDP2 does, and counts it."""
+        bytes_per_value = (process_group.size() - 1) * values.element_size()
         layout = self.plain_layouts.get((values.dtype, values.numel()))
-        shares = (
+        sizes = (
             [("other", values.numel())] if layout is None else [(run.category, run.num_values) for run in layout.runs]
         )
-        runs = [(category, "raw", per_value * size, per_value * size) for category, size in shares]
-        sent = per_value * values.numel()
-        self.counts.world_size = group.size()
-        self.counts.count(f"plain/{group_phase(self.param_group)}", [("flat", sent, sent)], runs)
-        work = all_gather_flat(output, values, group, async_op)
+        runs = [
+            (category, "raw", bytes_per_value * num_values, bytes_per_value * num_values)
+            for category, num_values in sizes
+        ]
+        sent_bytes = bytes_per_value * values.numel()
+        self.counts.world_size = process_group.size()
+        self.counts.count(f"plain/{group_phase(self.param_group)}", [("flat", sent_bytes, sent_bytes)], runs)
+        work = all_gather_flat(output, values, process_group, async_op)
         return work if async_op else None

@@ -28,43 +28,47 @@ COULD_NOT_DECODE = 1 << 16
 
 @dataclass
 class Delivered:
-    """How a gather fared, as far as the host may look."""
+    """The outcome of a gather, as far as the host may look."""
 
     flags: int
     """Bits of `Damage` that any rank of the node has seen, and `COULD_NOT_DECODE`; 0 where the host may not look yet."""
     checksums: torch.Tensor | None
-    """int64 [world_size]: of every rank's shard, as its sender says; `None` where nothing travelled, since nothing changed."""
+    """The checksum of every rank's shard, as its sender says, int64 [world_size]; `None` where nothing travelled, since nothing
+    changed."""
     failure: Exception | None
-    """Why this rank could not make its payload, or could not decode."""
+    """The reason why this rank could not make its payload, or could not decode."""
     sent_bytes: int
+    """Bytes that this rank has sent to the ranks with which it exchanges payloads."""
     sent_in_node_bytes: int = 0
+    """Bytes that this rank has sent inside its node."""
 
 
 def deliver(
     channel: Channel, settled: Settled, output: torch.Tensor, values: torch.Tensor, checksum: torch.Tensor
 ) -> Delivered:
-    """Fills `output` [world_size, num_values] as was settled; `values` is this rank's slot of it, and stays as it is.
+    """Fills `output` [world_size, num_values] as `settled` says; `values` is this rank's slot of it, and stays as it is.
 
     Memory while it runs: the payloads of all ranks that exchange them, padded to the largest (none where the shards travel as
-    they are), and the own one; hierarchical besides that one more output and, where no codec decodes in place, a column
-    [num_nodes, num_values]. Communication: one all-gather (two small ones more where the shards travel as they are; none when
-    there is nothing to send and nothing to check at once), and one inside the node.
+    they are), and this rank's own payload. A hierarchical gather takes one more output besides and, where no codec decodes in
+    place, a column [num_nodes, num_values]. Communication: one all-gather (a second one, of heads, where the shards travel as
+    they are; none where there is nothing to send and nothing to check at once), and in a hierarchical gather one more inside
+    the node.
     """
     cut = channel.cut
     if cut.is_flat:
         between = _between_nodes(channel, settled, output, values, checksum, channel.process_group)
         return Delivered(between.flags, between.checksums, between.failure, between.sent_bytes)
-    groups = node_groups_of(channel.process_group, cut)
+    node_groups = node_groups_of(channel.process_group, cut)
     column = channel.take_column()
-    own = column.shards[channel.row]
-    own.view(torch.uint8).copy_(values.view(torch.uint8))
-    between = _between_nodes(channel, settled, column.shards, own, checksum, groups.between_nodes)
-    return _inside_node(channel, between, column, output, groups.in_node)
+    own_shard = column.shards[channel.row]
+    own_shard.view(torch.uint8).copy_(values.view(torch.uint8))
+    between = _between_nodes(channel, settled, column.shards, own_shard, checksum, node_groups.between_nodes)
+    return _inside_node(channel, between, column, output, node_groups.in_node)
 
 
 @dataclass
 class _Between:
-    """What the ranks that exchange payloads brought each other."""
+    """The outcome among the ranks that exchange payloads; fields as in `Delivered`."""
 
     flags: int
     checksums: torch.Tensor | None
@@ -80,7 +84,7 @@ def _between_nodes(
     checksum: torch.Tensor,
     process_group: dist.ProcessGroup,
 ) -> _Between:
-    """Among the ranks that exchange payloads: `rows` [ranks, num_values] are theirs."""
+    """Fills `rows` [ranks, num_values] with the shards of the ranks that exchange payloads. Collective over them."""
     backend, num_bytes = channel.backend, settled.payload_bytes
     num_rows = len(rows)
     sent_bytes = (num_rows - 1) * num_bytes
@@ -126,7 +130,8 @@ def _between_nodes(
 def receive_payloads(
     channel: Channel, payload: torch.Tensor, num_rows: int, process_group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """The own payload, uint8 [payload_bytes] -> those of all ranks, [num_rows, payload_bytes]. Collective."""
+    """Gathers this rank's payload, uint8 [payload_bytes] -> the payloads of all ranks, [num_rows, payload_bytes].
+    Collective."""
     payloads = channel.backend.empty(num_rows * len(payload)).view(num_rows, -1)
     with channel.stage("AllGather"):
         all_gather_flat(payloads.view(-1), payload, process_group, async_op=False)
@@ -136,7 +141,8 @@ def receive_payloads(
 def _inside_node(
     channel: Channel, between: _Between, column: Column, output: torch.Tensor, in_node: dist.ProcessGroup
 ) -> Delivered:
-    """Spreads the columns of a node's ranks, and what each has seen."""
+    """Gathers the columns of all ranks of a node into `output`, and the flags and checksums that each has seen. Collective over
+    `in_node`."""
     cut, backend = channel.cut, channel.backend
     tail = torch.zeros(1 + cut.num_nodes, dtype=torch.int64, device=backend.device)
     tail[0] = between.flags
@@ -149,14 +155,14 @@ def _inside_node(
         columns = backend.empty(cut.ranks_per_node * column.buffer.numel()).view(cut.ranks_per_node, -1)
         all_gather_flat(columns.view(-1), column.buffer, in_node, async_op=False)
     shard_bytes = column.buffer.numel() - column.tail.numel()
-    told = columns[:, shard_bytes:].contiguous().view(torch.int64)
+    tails = columns[:, shard_bytes:].contiguous().view(torch.int64)
     flags = 0
     if backend.checks_at_once:
-        for seen in told[:, 0].tolist():
-            flags |= seen
+        for flags_seen in tails[:, 0].tolist():
+            flags |= flags_seen
     else:
         bits = torch.arange(Damage.FOREIGN.bit_length(), dtype=torch.int64, device=backend.device)
-        seen_by_any = (told[:, :1].bitwise_right_shift(bits) & 1).amax(0)
+        seen_by_any = (tails[:, :1].bitwise_right_shift(bits) & 1).amax(0)
         channel.damage |= seen_by_any.bitwise_left_shift(bits).sum().to(torch.int32)
     if not flags:
         with channel.stage("InNode"):
@@ -166,10 +172,12 @@ def _inside_node(
     failure = between.failure
     if flags & COULD_NOT_DECODE and failure is None:
         first = cut.node_of(channel.rank) * cut.ranks_per_node
-        failed = [first + number for number, seen in enumerate(told[:, 0].tolist()) if seen & COULD_NOT_DECODE]
+        failed = [
+            first + number for number, flags_seen in enumerate(tails[:, 0].tolist()) if flags_seen & COULD_NOT_DECODE
+        ]
         failure = CieraPeerError(
             f"{channel.where}: ranks {failed} of the group could not decode; their own tracebacks say why"
         )
-    checksums = None if between.checksums is None else told[:, 1:].t().reshape(-1)
+    checksums = None if between.checksums is None else tails[:, 1:].t().reshape(-1)
     sent_in_node_bytes = (cut.ranks_per_node - 1) * column.buffer.numel()
     return Delivered(flags, checksums, failure, between.sent_bytes, sent_in_node_bytes)

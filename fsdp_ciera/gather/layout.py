@@ -1,4 +1,4 @@
-"""Layout: names the runs in a group's flat buffer, each with its category and codec."""
+"""Layout: names the runs in a parameter group's flat buffer, each with its category and codec."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_ciera.policies.categories import categorize
 
 @dataclass(frozen=True)
 class Run:
-    """A stretch of the buffer with one category and one codec: `num_values` values from `start` on."""
+    """A stretch of the buffer with one category and one codec: `num_values` values from index `start` on."""
 
     category: str
     codec: str
@@ -22,13 +22,13 @@ class Run:
 
     @property
     def stop(self) -> int:
-        """One past the last value."""
+        """The index behind the last value."""
         return self.start + self.num_values
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All runs of one rank's slot of a gather, in buffer order and without holes. The same on every rank."""
+    """The runs of one rank's slot of a gather, in buffer order and without holes. The same on every rank."""
 
     runs: tuple[Run, ...]
     num_values: int
@@ -36,16 +36,16 @@ class Layout:
 
     @property
     def is_raw(self) -> bool:
-        """Whether nothing is compressed, so that the payload may go straight from input to output."""
+        """Whether no run has a codec other than `raw`, so that shards may go straight from input to output."""
         return all(run.codec == "raw" for run in self.runs)
 
 
 def build_layout(
     names: Sequence[str], sizes: Sequence[int], codecs: Sequence[str], num_values: int, dtype: torch.dtype
 ) -> Layout:
-    """Neighbours with the same category and codec become one run; empty stretches vanish.
+    """Builds the layout of a shard. Neighbours with the same category and codec become one run; empty stretches vanish.
 
-    `sizes` in values of `dtype`. Where they do not add up to `num_values` (an FSDP2 extension makes its own gather
+    `sizes` are numbers of values of `dtype`. Where they do not add up to `num_values` (an FSDP2 extension makes its own gather
     inputs), nobody knows what lies where: the whole buffer becomes one raw run of category `other`.
     """
     if sum(sizes) != num_values:

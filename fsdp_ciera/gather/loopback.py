@@ -16,7 +16,7 @@ from fsdp_ciera.kernels.heads import HEAD_BYTES
 
 
 class _Rank:
-    """What a channel asks of its process group."""
+    """Stands in for a process group, as far as a channel needs one."""
 
     group_name = "loopback"
 
@@ -24,14 +24,14 @@ class _Rank:
         self._rank = rank
 
     def rank(self) -> int:
-        """This rank."""
+        """The number of this rank."""
         return self._rank
 
 
 class Loopback:
     """One channel for each of `world_size` ranks, which gather in turn.
 
-    `gather` goes through the same steps as a gather between processes: announce, settle, payloads, decode.
+    `gather` goes through the same steps as a gather between processes: announce, settle, make payloads, decode.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Loopback:
         ]  # fmt: skip
 
     def announce(self, rank: int, values: torch.Tensor) -> int:
-        """One rank encodes its shard [num_values] -> bytes of its payload."""
+        """Encodes one rank's shard [num_values] and returns the bytes of its payload."""
         channel = self.channels[rank]
         encoded = channel.announce(values).encoded
         assert encoded is not None
@@ -56,23 +56,23 @@ class Loopback:
         [payload_bytes] = self.backend.read(encoded.payload_bytes)
         return int(payload_bytes)
 
-    def settle(self, first_bytes: int, repeat_bytes: int = 0) -> list[Settled]:
-        """What all ranks would agree on -> by rank."""
-        made = []
+    def settle_all(self, first_bytes: int, repeat_bytes: int = 0) -> list[Settled]:
+        """Settles the next gathers of all channels as an agreement would. Returns what is settled, by rank."""
+        settled_by_rank = []
         for channel in self.channels:
             kind = "first" if channel.has_base else "cold"
             channel.settled = Settled(kind, first_bytes, repeat_bytes, channel.sequence + 1)
-            made.append(channel.settled)
-        return made
+            settled_by_rank.append(channel.settled)
+        return settled_by_rank
 
     def take_payload(self, rank: int, values: torch.Tensor) -> torch.Tensor:
-        """One rank's payload, as settled."""
+        """Makes one rank's payload, uint8 [settled.payload_bytes]."""
         channel = self.channels[rank]
         assert channel.settled is not None
         return channel.take_payload(values, self.backend.checksum(values.view(1, -1)), channel.settled)
 
     def decode(self, rank: int, payloads: torch.Tensor, output: torch.Tensor) -> None:
-        """Payloads uint8 [world_size, any] -> the other rows of `output` [world_size, num_values]."""
+        """Decodes payloads uint8 [world_size, any] into the other ranks' rows of `output` [world_size, num_values]."""
         channel = self.channels[rank]
         assert channel.settled is not None
         heads = payloads[:, :HEAD_BYTES]
@@ -81,21 +81,21 @@ class Loopback:
             channel.decode(payloads, row_ok, output)
 
     def is_silent(self, num_bytes: int) -> bool:
-        """Whether payloads of so many bytes are not exchanged: nothing changed, and the host checks later."""
+        """Whether payloads of `num_bytes` are not exchanged at all, since nothing changed and the host checks later."""
         return num_bytes == HEAD_BYTES and not self.backend.checks_at_once
 
     def decode_nothing(self, rank: int, output: torch.Tensor) -> None:
-        """The other rows of `output` [world_size, num_values] in such a gather."""
+        """Fills the other ranks' rows of `output` [world_size, num_values] in a silent gather."""
         with self.channels[rank].stage("Decmp"):
             self.channels[rank].decode_nothing(output)
 
     def gather(self, shards: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Shards [num_values] of all ranks -> their rows in every rank's output [world_size, num_values]. -> the payloads;
-        none where the shards would travel as they are, or nothing would."""
-        sizes = [self.announce(rank, values) for rank, values in enumerate(shards)]
-        settled = self.settle(max(sizes))
+        """Gathers the shards [num_values] of all ranks into every rank's output [world_size, num_values]. Returns the payloads;
+        none where the shards would travel as they are, or where nothing would travel."""
+        most_bytes = max(self.announce(rank, values) for rank, values in enumerate(shards))
+        settled_by_rank = self.settle_all(most_bytes)
         checksums = torch.cat([self.backend.checksum(values.view(1, -1)) for values in shards])
-        is_raw, is_silent = max(sizes) >= self.channels[0].raw_payload_bytes, self.is_silent(max(sizes))
+        is_raw, is_silent = most_bytes >= self.channels[0].raw_payload_bytes, self.is_silent(most_bytes)
         payloads = (
             [] if is_raw or is_silent else [self.take_payload(rank, values) for rank, values in enumerate(shards)]
         )
@@ -109,5 +109,5 @@ class Loopback:
                 self.decode_nothing(rank, output)
             else:
                 self.decode(rank, torch.stack(payloads), output)
-            channel.complete(settled[rank], None if is_silent else checksums, output)
+            channel.complete(settled_by_rank[rank], None if is_silent else checksums, output)
         return payloads

@@ -1,4 +1,4 @@
-"""A word of warning before the first gather, when some rank does not take part in it.
+"""A warning before the first gather, when some rank does not take part in it.
 
 [Note: A rank without a policy] Its stock all-gather meets our first exchange, and gloo ends the process with a message about
 lengths. Nothing in-band can prevent that, so the first gather under a root looks into the store of the process group, where
@@ -6,8 +6,8 @@ every rank leaves its name, and says which names are missing. It then goes on: a
 Test: test_failures.py, a rank without a policy.
 
 [Note: Stores are asked, not waited for] A store that waits holds the process's one connection, and another thread's trainer
-waits with it. And not every store can count. So names are looked for again and again, and where the store cannot do what it
-takes nobody is warned. Test: test_faults.py, two trainers in two threads; a store without counters.
+waits with it. And not every store can count. So a rank asks for the names again and again, and where the store lacks what that
+needs, it warns about nobody. Test: test_faults.py, two trainers in two threads; a store without counters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Which codec each shard gets: shapes, rates, links, costs and budgets make a plan.
+"""Plans which codec each shard gets, from shapes, rates, links, codec costs and budgets.
 
-Public names: what a policy is told of the world (`Link`, `CodecCost`, `StageCost`), what a plan says (`Plan`, `PlanRow`), what
-it takes (`estimate_memory`), and what `planning.forecast.forecast` says of a model on a `Cluster` that need not be there.
+Public names: what a policy can say of links and codecs (`Link`, `CodecCost`, `StageCost`), the plan (`Plan`, `PlanRow`), the
+memory that a policy costs (`estimate_memory`), and what `planning.forecast.forecast` takes and returns (`Cluster`, `Forecast`),
+for a cluster that need not exist.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _HOMES = {
     "StageCost": "policies.costs",
     "estimate_memory": "planning.estimate",
 }
-"""Imported when they are first used, since the modules of this package import one another."""
+"""By public name: its module, imported at the first use, since the modules of this package import one another."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,10 @@
-"""How a plan is made: a pure function.
+"""`make_plan`: makes plans, as a pure function.
 
     shapes + rates (tables, or measured) + links + codec costs  ->  gain and cache of every (shard, codec)
     gains and caches + budget                                    ->  one codec a shard (policies/knapsack.py, greedy.py)
 
-cohort.py calls it for live groups, estimate.py and forecast.py for those that a model would get.
+cohort.py calls it for live parameter groups, estimate.py and forecast.py for those that a model would get. Here a shape stands
+for its parameter group, and a shard for its parameter.
 """
 
 from __future__ import annotations
@@ -33,31 +34,32 @@ from fsdp_ciera.policies.tables import DEFAULT_TABLE, Table, load_table, rates_f
 from fsdp_ciera.policy import CieraPolicy
 
 ASSUMED_LEARNING_RATE = 1e-4
-"""Where the policy does not say: the one of the usual two at which more changes, so that gains are not promised too high."""
+"""The learning rate of a policy that has none: of the two usual ones, the one with more changes, so that gains are not promised
+too high."""
 BYTES_COUNT = Link(0.0, 1.0)
-"""So slow that nothing but bytes counts."""
+"""A link so slow that only bytes count."""
 
 
 @dataclass(frozen=True)
 class _Option:
-    """A codec for a shard."""
+    """A codec that a shard may take, and what it brings."""
 
     codec: str
     payload: Payload
     gain_seconds: float
-    """A step; bytes where only bytes count."""
+    """Seconds that the codec saves in a step; bytes where only bytes count."""
     raw_bytes: float
     item_bits: int
-    """Of a value that goes raw."""
+    """Bits of a value that goes raw."""
     cache_bytes: int
 
 
 def make_plan(shapes: Sequence[GroupShape], policy: CieraPolicy, conditions: Conditions) -> Plan:
-    """The plan of these groups under `policy`. Equal arguments give equal plans.
+    """The plan under `policy` of the parameter groups with these shapes. Equal arguments give equal plans.
 
-    A policy with several codecs gives each shard the one with most gain, as far as gains are positive and the budget goes;
-    one with a single codec uses it wherever it is opted in and fits. A group whose gains do not outweigh its part of the
-    agreements goes raw altogether. Cost: some ten microseconds a (shard, codec).
+    With several codecs in the policy, shards get the codecs that gain most in total within the budget, and go raw where none
+    gains; a single codec is used for every opted-in shard that fits. A parameter group goes raw as a whole if its gains do not
+    outweigh its part of the agreements. Cost: some ten microseconds a (shard, codec).
     """
     lr = policy.learning_rate or ASSUMED_LEARNING_RATE
     table = conditions.table or load_table(policy.tables or DEFAULT_TABLE)
@@ -68,11 +70,11 @@ def make_plan(shapes: Sequence[GroupShape], policy: CieraPolicy, conditions: Con
     rows = tuple(row if by_seconds else replace(row, gain_seconds=0.0) for row in _rows(shapes, chosen, policy))
     links = [link for spans in conditions.links or () for link in spans]
     return Plan(
-        codecs=tuple(tuple("raw" if option is None else option.codec for option in group) for group in chosen),
+        codecs=tuple(tuple("raw" if option is None else option.codec for option in choices) for choices in chosen),
         rows=rows,
         overhead_bytes=sum(
-            _overhead_bytes(index, shape, group, policy, conditions)
-            for index, (shape, group) in enumerate(zip(shapes, chosen, strict=True))
+            _overhead_bytes(index, shape, choices, policy, conditions)
+            for index, (shape, choices) in enumerate(zip(shapes, chosen, strict=True))
         ),
         budget_bytes=conditions.budget_bytes,
         table=table.name,
@@ -85,40 +87,41 @@ def make_plan(shapes: Sequence[GroupShape], policy: CieraPolicy, conditions: Con
 def _rates_of_categories(
     shapes: Sequence[GroupShape], policy: CieraPolicy, table: Table, lr: float
 ) -> tuple[dict[str, Rates], tuple[str, ...]]:
-    found: dict[str, Rates] = {}
+    """The rates of every category that the shapes have, and notes."""
+    rates: dict[str, Rates] = {}
     notes: dict[str, list[str]] = {}
     if policy.learning_rate is None:
         notes[f"no learning_rate in the policy: {lr:g} is assumed"] = []
     present = {categorize(name) for shape in shapes for name in shape.names}
     for category in CATEGORIES:
         if category in present:
-            found[category], its_notes = rates_for(table, category, lr, policy.block_size)
-            for note in its_notes:
+            rates[category], category_notes = rates_for(table, category, lr, policy.block_size)
+            for note in category_notes:
                 notes.setdefault(note, []).append(category)
-    return found, tuple(note.format(category=", ".join(categories)) for note, categories in notes.items())
+    return rates, tuple(note.format(category=", ".join(categories)) for note, categories in notes.items())
 
 
 def _offers(
     index: int, shape: GroupShape, policy: CieraPolicy, conditions: Conditions, rates: Mapping[str, Rates]
 ) -> list[list[_Option]]:
-    """The codecs that each shard of a group may take."""
+    """The options of each shard of a parameter group."""
     measured = conditions.measured[index] if conditions.measured is not None else None
-    made = []
-    for place, (name, size) in enumerate(zip(shape.names, shape.sizes, strict=True)):
+    options_by_shard = []
+    for shard, (name, size) in enumerate(zip(shape.names, shape.sizes, strict=True)):
         category = categorize(name)
         options = []
-        for number, codec in enumerate(policy.codecs):
+        for column, codec in enumerate(policy.codecs):
             allowed = codec in policy.codecs_for(category) and CODECS[codec].supports(shape.dtype)
             if not allowed or codec == "raw" or codec in conditions.missing_codecs or not size:
                 continue
             payload = expected_payload(codec, shape.dtype, rates[category], policy.block_size)
-            if measured is not None and not np.isnan(measured[:, place, number]).any():
-                # gathers are padded to the largest rank's payload: never promise less
-                bits = 8 * float(measured[:, place, number].max()) / size
+            if measured is not None and not np.isnan(measured[:, shard, column]).any():
+                # gathers are padded to the largest rank's payload, so a smaller one would promise too much gain
+                bits = 8 * float(measured[:, shard, column].max()) / size
                 payload = Payload(bits, bits if CODECS[codec].stateless else payload.repeat_bits)
             options.append(_option(index, shape, size, codec, payload, rates[category], policy, conditions))
-        made.append(options)
-    return made
+        options_by_shard.append(options)
+    return options_by_shard
 
 
 def _option(
@@ -131,11 +134,12 @@ def _option(
     policy: CieraPolicy,
     conditions: Conditions,
 ) -> _Option:
+    """The option `codec` of a shard with `size` values."""
     gain = 0.0
     change = change_of(codec, rates, policy.block_size)
     cost = conditions.costs.get(codec, FREE)
-    for place, span in enumerate(shape.spans):
-        link = BYTES_COUNT if conditions.links is None else conditions.links[index][place]
+    for span_index, span in enumerate(shape.spans):
+        link = BYTES_COUNT if conditions.links is None else conditions.links[index][span_index]
         num_values = shape.size_in(span, size)
         traffic = StepTraffic(
             num_values=num_values,
@@ -173,126 +177,146 @@ def _gain_by_the_paper(traffic: StepTraffic, shape: GroupShape, q: float, cost: 
 def _choose(
     shapes: Sequence[GroupShape], offers: Sequence[list[list[_Option]]], policy: CieraPolicy, conditions: Conditions
 ) -> list[list[_Option | None]]:
-    """One option a shard, by group."""
+    """The chosen option of each shard, by shape and shard; `None`: raw. `offers` are the options by shape and shard."""
     offers = list(offers)
     if len(policy.codecs) == 1:
-        return _select_by_group(offers, policy, conditions)
+        return _select_by_shape(offers, policy, conditions)
     while True:
-        chosen = _select_by_group(offers, policy, conditions)
-        again = False
-        for index, group in enumerate(chosen):
-            if any(group) and _gain(group) <= _group_seconds(index, shapes, group, policy, conditions):
-                offers[index] = [[] for _ in group]
-                again = True
-            elif (kept := _kept_options(index, offers, group, shapes[index], policy, conditions)) is not None:
+        chosen = _select_by_shape(offers, policy, conditions)
+        must_repeat = False
+        for index, choices in enumerate(chosen):
+            if any(choices) and _gain(choices) <= _fixed_seconds(index, shapes, choices, policy, conditions):
+                offers[index] = [[] for _ in choices]
+                must_repeat = True
+            elif (kept := _kept_options(index, offers, choices, shapes[index], policy, conditions)) is not None:
                 offers[index] = kept
-                again = True
-        if not again:  # every round leaves some group fewer options, so there is a last one
+                must_repeat = True
+        if not must_repeat:  # every repeat leaves some shape fewer options, so the loop ends
             return chosen
 
 
-def _gain(group: Sequence[_Option | None]) -> float:
-    return sum(option.gain_seconds for option in group if option is not None)
+def _gain(choices: Sequence[_Option | None]) -> float:
+    return sum(option.gain_seconds for option in choices if option is not None)
 
 
 def _kept_options(
     index: int,
     offers: Sequence[list[list[_Option]]],
-    group: Sequence[_Option | None],
+    choices: Sequence[_Option | None],
     shape: GroupShape,
     policy: CieraPolicy,
     conditions: Conditions,
 ) -> list[list[_Option]] | None:
-    """The codecs in force as the only options of a group, where others are not worth a full gather; else `None`."""
+    """The codecs in force as the only options of a parameter group's shards, if other codecs do not gain more than a full
+    gather costs; else `None`."""
     if conditions.current is None or conditions.links is None:
         return None
     current = conditions.current[index]
     kept = [
-        [option for option in its if option.codec == codec] for its, codec in zip(offers[index], current, strict=True)
+        [option for option in options if option.codec == codec]
+        for options, codec in zip(offers[index], current, strict=True)
     ]
-    is_as_before = [option.codec if option else "raw" for option in group] == list(current)
-    if is_as_before or kept == offers[index]:
+    is_unchanged = [option.codec if option else "raw" for option in choices] == list(current)
+    if is_unchanged or kept == offers[index]:
         return None
-    more = _gain(group) - _gain([option for its in kept for option in its])
+    extra_gain = _gain(choices) - _gain([option for options in kept for option in options])
     links = conditions.links[index]
-    full = sum(
+    full_gather_seconds = sum(
         link.seconds(shape.shard_bytes, span.cut.num_nodes) for span, link in zip(shape.spans, links, strict=True)
     )
-    return kept if more * (policy.adapt_every or 1) <= full else None
+    return kept if extra_gain * (policy.adapt_every or 1) <= full_gather_seconds else None
 
 
-def _select_by_group(
+def _select_by_shape(
     offers: Sequence[list[list[_Option]]], policy: CieraPolicy, conditions: Conditions
 ) -> list[list[_Option | None]]:
-    picked = iter(_select([options for group in offers for options in group], policy, conditions.budget_bytes))
-    return [[next(picked) for _ in group] for group in offers]
+    """Selects one option a shard for all shapes together, since they share the budget."""
+    all_shards = [options for options_by_shard in offers for options in options_by_shard]
+    selected = iter(_select(all_shards, policy, conditions.budget_bytes))
+    return [[next(selected) for _ in options_by_shard] for options_by_shard in offers]
 
 
 def _select(shards: Sequence[Sequence[_Option]], policy: CieraPolicy, budget_bytes: int | None) -> list[_Option | None]:
-    # a single codec goes wherever it fits, gain or no gain: as much of the model as the budget allows
-    values = [[option.gain_seconds if len(policy.codecs) > 1 else option.raw_bytes for option in its] for its in shards]
+    # a single codec is used wherever it fits, even without a gain: its value is how much of the model it covers
+    values = [
+        [option.gain_seconds if len(policy.codecs) > 1 else option.raw_bytes for option in options]
+        for options in shards
+    ]
     if policy.selection == "greedy":
-        best = [max(range(len(its)), key=its.__getitem__) if its else None for its in values]
-        taken = choose_greedily(
-            [0.0 if place is None else its[place] for place, its in zip(best, values, strict=True)],
-            [0 if place is None else its[place].cache_bytes for place, its in zip(best, shards, strict=True)],
+        best_of_shards = [
+            max(range(len(option_values)), key=option_values.__getitem__) if option_values else None
+            for option_values in values
+        ]
+        is_selected = choose_greedily(
+            [
+                0.0 if best is None else option_values[best]
+                for best, option_values in zip(best_of_shards, values, strict=True)
+            ],
+            [
+                0 if best is None else options[best].cache_bytes
+                for best, options in zip(best_of_shards, shards, strict=True)
+            ],
             budget_bytes,
         )
-        choices = [place if is_taken else None for place, is_taken in zip(best, taken, strict=True)]
+        choices = [best if is_taken else None for best, is_taken in zip(best_of_shards, is_selected, strict=True)]
     else:
         choices = choose_best(
             [
-                [(value, option.cache_bytes) for value, option in zip(*pair, strict=True)]
-                for pair in zip(values, shards, strict=True)
+                [(value, option.cache_bytes) for value, option in zip(option_values, options, strict=True)]
+                for option_values, options in zip(values, shards, strict=True)
             ],
             budget_bytes,
         )
     return [None if choice is None else options[choice] for options, choice in zip(shards, choices, strict=True)]
 
 
-def _group_seconds(
+def _fixed_seconds(
     index: int,
     shapes: Sequence[GroupShape],
-    group: Sequence[_Option | None],
+    choices: Sequence[_Option | None],
     policy: CieraPolicy,
     conditions: Conditions,
 ) -> float:
-    """What a raw group does without in a step: heads of payloads, a share of the agreements, and what codecs take however
-    few shards have them."""
+    """Seconds of a step that a parameter group saves by going raw as a whole: those of the heads of payloads, of its share of
+    the agreements, and those that codecs take once a gather."""
     if conditions.links is None or not policy.may_go_plain:
         return 0.0
-    once = conditions.per_gather_seconds([option.codec for option in group if option is not None])
+    codec_seconds = conditions.per_gather_seconds([option.codec for option in choices if option is not None])
     seconds = 0.0
     for span, link in zip(shapes[index].spans, conditions.links[index], strict=True):
-        told = _agreement_bytes(span.cut.world_size) / link.bytes_per_second + link.latency_seconds / len(shapes)
-        heads = span.num_gathers * (span.cut.num_nodes - 1) * HEAD_BYTES / link.bytes_per_second
-        seconds += policy.micro_batches * (told + heads + span.num_gathers * once)
+        agreement_seconds = _agreement_bytes(span.cut.world_size) / link.bytes_per_second
+        agreement_seconds += link.latency_seconds / len(shapes)
+        head_seconds = span.num_gathers * (span.cut.num_nodes - 1) * HEAD_BYTES / link.bytes_per_second
+        seconds += policy.micro_batches * (agreement_seconds + head_seconds + span.num_gathers * codec_seconds)
     return seconds
 
 
 def _agreement_bytes(world_size: int) -> float:
-    """Of one group, in a ring."""
+    """Bytes that a rank sends in an agreement for one parameter group, in a ring."""
     return 2 * (world_size - 1) / world_size * ROW_BYTES
 
 
 def _rows(
     shapes: Sequence[GroupShape], chosen: Sequence[list[_Option | None]], policy: CieraPolicy
 ) -> tuple[PlanRow, ...]:
-    found: dict[tuple[Category, str], PlanRow] = {}
-    for shape, group in zip(shapes, chosen, strict=True):
-        is_plain = policy.may_go_plain and not any(group)
-        for name, size, option in zip(shape.names, shape.sizes, group, strict=True):
+    """The rows of a plan, by category and codec."""
+    rows: dict[tuple[Category, str], PlanRow] = {}
+    for shape, choices in zip(shapes, chosen, strict=True):
+        is_plain = policy.may_go_plain and not any(choices)
+        for name, size, option in zip(shape.names, shape.sizes, choices, strict=True):
             category, codec = categorize(name), "raw" if option is None else option.codec
             raw_bytes = wire_bytes = in_node_bytes = 0.0
             for span in shape.spans:
-                raw_shard = float(shape.size_in(span, size) * shape.dtype.itemsize)
+                raw_shard_bytes = float(shape.size_in(span, size) * shape.dtype.itemsize)
                 num_gathers = span.num_gathers * policy.micro_batches
-                raw, sent, in_node = _sent_bytes(span.cut, num_gathers, raw_shard, option, is_plain)
-                raw_bytes += raw
-                wire_bytes += sent + in_node
-                in_node_bytes += in_node
-            row = found.setdefault((category, codec), PlanRow(category=category, codec=codec))
-            found[category, codec] = replace(
+                stock_bytes, coded_bytes, inside_bytes = _sent_bytes(
+                    span.cut, num_gathers, raw_shard_bytes, option, is_plain
+                )
+                raw_bytes += stock_bytes
+                wire_bytes += coded_bytes + inside_bytes
+                in_node_bytes += inside_bytes
+            row = rows.setdefault((category, codec), PlanRow(category=category, codec=codec))
+            rows[category, codec] = replace(
                 row,
                 num_shards=row.num_shards + 1,
                 raw_bytes=row.raw_bytes + raw_bytes,
@@ -301,35 +325,37 @@ def _rows(
                 cache_bytes=row.cache_bytes + (0 if option is None else option.cache_bytes),
                 gain_seconds=row.gain_seconds + (0.0 if option is None else option.gain_seconds),
             )
-    places = {category: place for place, category in enumerate(CATEGORIES)}
-    return tuple(sorted(found.values(), key=lambda row: (places[row.category], -row.raw_bytes, row.codec)))
+    return tuple(sorted(rows.values(), key=lambda row: (CATEGORIES.index(row.category), -row.raw_bytes, row.codec)))
 
 
 def _sent_bytes(
     cut: Cut, num_gathers: int, raw_bytes: float, option: _Option | None, is_plain: bool
 ) -> tuple[float, float, float]:
-    """Bytes that leave a rank for one shard of `raw_bytes` in a step: as stock FSDP2; as planned, where codecs work; as
-    planned, inside nodes. A plain gather goes round in a ring, so that of a node's ranks one in turn sends to another node."""
-    stock = num_gathers * (cut.world_size - 1) * raw_bytes
+    """Bytes that leave a rank for one shard of `raw_bytes` in a step: with stock FSDP2; with the plan, in the part of gathers
+    that codecs work on; with the plan, inside nodes. A plain gather is a ring, in which only one rank of each node at a time
+    sends to another node."""
+    stock_bytes = num_gathers * (cut.world_size - 1) * raw_bytes
     if is_plain:
-        return stock, stock / cut.ranks_per_node, stock * (1 - 1 / cut.ranks_per_node)
-    sent = num_gathers * raw_bytes
+        return stock_bytes, stock_bytes / cut.ranks_per_node, stock_bytes * (1 - 1 / cut.ranks_per_node)
+    payload_bytes = num_gathers * raw_bytes
     if option is not None:
         payload = option.payload
-        sent = raw_bytes / option.item_bits * (payload.first_bits + (num_gathers - 1) * payload.repeat_bits)
-    return stock, (cut.num_nodes - 1) * sent, num_gathers * (cut.ranks_per_node - 1) * cut.num_nodes * raw_bytes
+        payload_bytes = raw_bytes / option.item_bits * (payload.first_bits + (num_gathers - 1) * payload.repeat_bits)
+    inside_bytes = num_gathers * (cut.ranks_per_node - 1) * cut.num_nodes * raw_bytes
+    return stock_bytes, (cut.num_nodes - 1) * payload_bytes, inside_bytes
 
 
 def _overhead_bytes(
-    index: int, shape: GroupShape, group: Sequence[_Option | None], policy: CieraPolicy, conditions: Conditions
+    index: int, shape: GroupShape, choices: Sequence[_Option | None], policy: CieraPolicy, conditions: Conditions
 ) -> float:
-    """Agreements, heads and section tables of a group, and what its rows promise too much."""
-    if policy.may_go_plain and not any(group):
+    """Bytes of agreements, heads and section tables of a parameter group, less the bytes that its rows count too much."""
+    if policy.may_go_plain and not any(choices):
         return 0.0
-    codecs = ["raw" if option is None else option.codec for option in group]
-    # where nothing at all is sent in a repeat, no table is
+    codecs = ["raw" if option is None else option.codec for option in choices]
+    # a repeat that sends nothing sends no section table either
     sends_in_repeats = any(
-        size and (option is None or option.payload.repeat_bits) for option, size in zip(group, shape.sizes, strict=True)
+        size and (option is None or option.payload.repeat_bits)
+        for option, size in zip(choices, shape.sizes, strict=True)
     )
     total = 0.0
     for span, layout in shape.layouts(codecs):
@@ -341,8 +367,9 @@ def _overhead_bytes(
     measured = conditions.measured[index] if conditions.measured is not None else None
     if measured is None or np.isnan(measured).any():
         return total
-    # rows count every shard as large as on its largest rank; together they are only as large as on one rank
-    places = [(place, policy.codecs.index(option.codec)) for place, option in enumerate(group) if option is not None]
-    by_rank = measured[:, [place for place, _ in places], [number for _, number in places]]
-    promised, largest = by_rank.max(axis=0).sum(), by_rank.sum(axis=1).max()
-    return total - float(promised - largest) * sum(span.most_nodes - 1 for span in shape.spans)
+    # rows count every shard as large as on its largest rank, but all shards together are as large as on one rank
+    shards = [shard for shard, option in enumerate(choices) if option is not None]
+    columns = [policy.codecs.index(option.codec) for option in choices if option is not None]
+    bytes_by_rank = measured[:, shards, columns]
+    counted_bytes, largest_bytes = bytes_by_rank.max(axis=0).sum(), bytes_by_rank.sum(axis=1).max()
+    return total - float(counted_bytes - largest_bytes) * sum(span.most_nodes - 1 for span in shape.spans)

@@ -1,5 +1,5 @@
-"""What the ranks that plan together agree on: links (the slowest rank counts), codec costs (the slowest machine counts), and
-memory (the least that is free counts). One exchange of numbers, of which the largest holds.
+"""Agrees on the conditions of a plan among the ranks that plan together: links (the slowest rank counts), codec costs (the
+slowest machine counts), and free memory (the smallest counts). The ranks exchange numbers once, and the largest of each holds.
 """
 
 from __future__ import annotations
@@ -20,35 +20,37 @@ from fsdp_ciera.policies.links import Link
 from fsdp_ciera.policy import CieraPolicy
 
 COST_IN_A_STEP = 2.0
-"""[Note: Codecs cost more in a step] How much longer a measured codec makes an iteration than it takes by itself. There its
-caches are cold, its rank shares cores and memory with others, and every gather waits for the rank that codes last: on links
-without a limit 0.17 s of codecs came with 0.16 s of waiting, and plans that believed the former were slower than stock FSDP2.
+"""[Note: Codecs cost more in a step] The time that a codec adds to an iteration, divided by the time that it takes by itself.
+In an iteration its caches are cold, its rank shares cores and memory with others, and every gather waits for the rank that
+codes last: on links without a limit 0.17 s of codecs came with 0.16 s of waiting, and plans that counted only the former were
+slower than stock FSDP2.
 Test: test_planner.py, a codec must pay twice over."""
 
 
 def agree_on_conditions(
-    groups: Sequence[FSDPParamGroup],
+    param_groups: Sequence[FSDPParamGroup],
     shapes: Sequence[GroupShape],
     policy: CieraPolicy,
     process_group: dist.ProcessGroup,
     backend: Backend,
     spent_bytes: int,
 ) -> tuple[Conditions, int | None]:
-    """The conditions of a plan for these groups, and the policy's budget, of which `spent_bytes` are gone already.
+    """The conditions of a plan for these parameter groups, and the policy's whole budget in bytes. The budget in the conditions
+    is what `spent_bytes` leave of it.
 
-    Collective over `process_group`, which holds all their ranks, and over the groups' own process groups where links are
-    measured; all ranks get the same.
+    Collective over `process_group`, which holds all their ranks, and, where links are measured, over the process groups that
+    the parameter groups are gathered over. All ranks get the same result.
     """
-    links = _links(groups, policy, backend) if len(policy.codecs) > 1 else None
+    links = _links(param_groups, policy, backend) if len(policy.codecs) > 1 else None
     costs = _codec_costs(policy, shapes, backend)
     free_bytes = free_memory_bytes(backend.device) if policy.is_share_of_memory else 0
-    told = [
+    own_numbers = [
         number for spans in links or () for link in spans for number in (link.latency_seconds, -link.bytes_per_second)
     ]
     for cost in costs.values():
         for stage in (cost.hash, cost.cmp, cost.decmp):
-            told += [stage.fixed, stage.per_value, stage.per_changed, stage.per_gather]
-    agreed = iter(agree_on_largest([*told, -float(free_bytes), float(spent_bytes)], process_group))
+            own_numbers += [stage.fixed, stage.per_value, stage.per_changed, stage.per_gather]
+    agreed = iter(agree_on_largest([*own_numbers, -float(free_bytes), float(spent_bytes)], process_group))
     if links is not None:
         links = [[Link(next(agreed), -next(agreed)) for _ in spans] for spans in links]
     costs = {codec: CodecCost(hash=_stage(agreed), cmp=_stage(agreed), decmp=_stage(agreed)) for codec in costs}
@@ -58,7 +60,7 @@ def agree_on_conditions(
 
 
 def left_of(budget_bytes: int | None, spent_bytes: int) -> int | None:
-    """What a budget leaves; never less than nothing."""
+    """Bytes of a budget that are left; never below 0. `None`: no limit."""
     return None if budget_bytes is None else max(0, budget_bytes - spent_bytes)
 
 
@@ -66,13 +68,14 @@ def _stage(agreed: Iterator[float]) -> StageCost:
     return StageCost(fixed=next(agreed), per_value=next(agreed), per_changed=next(agreed), per_gather=next(agreed))
 
 
-def _links(groups: Sequence[FSDPParamGroup], policy: CieraPolicy, backend: Backend) -> list[list[Link]]:
-    """By group and span; each process group is measured once, in the order in which groups come: alike on all ranks."""
+def _links(param_groups: Sequence[FSDPParamGroup], policy: CieraPolicy, backend: Backend) -> list[list[Link]]:
+    """Links by parameter group and span. Each process group is measured once, in the order of `param_groups`, which is the same
+    on all ranks."""
     measured: dict[str, Link] = {}
-    by_group = []
-    for group in groups:
+    links_of_param_groups = []
+    for param_group in param_groups:
         links = []
-        for process_group, _ in gather_groups(group):
+        for process_group, _ in gather_groups(param_group):
             if process_group.size() == 1:
                 continue
             if isinstance(policy.link, Link):
@@ -83,19 +86,19 @@ def _links(groups: Sequence[FSDPParamGroup], policy: CieraPolicy, backend: Backe
                 exchanging = process_group if cut.is_flat else node_groups_of(process_group, cut).between_nodes
                 measured[process_group.group_name] = measure_link(exchanging, backend)
             links.append(measured[process_group.group_name])
-        by_group.append(links)
-    return by_group
+        links_of_param_groups.append(links)
+    return links_of_param_groups
 
 
 def _codec_costs(policy: CieraPolicy, shapes: Sequence[GroupShape], backend: Backend) -> dict[str, CodecCost]:
-    """In the order of `policy.codecs`: given, or measured for the dtype that most bytes are gathered in."""
+    """Costs by codec, in the order of `policy.codecs`: the policy's, or measured for the dtype of most gathered bytes."""
     if len(policy.codecs) == 1:
         return {}
     codecs = [codec for codec in policy.codecs if codec != "raw"]
     if policy.codec_costs is not None:
         return {codec: policy.codec_costs[codec] for codec in codecs}
-    gathered = {dtype: sum(shape.shard_bytes for shape in shapes if shape.dtype == dtype) for dtype in FORMATS}
-    dtype = max(gathered, key=lambda dtype: gathered[dtype])
+    gathered_bytes = {dtype: sum(shape.shard_bytes for shape in shapes if shape.dtype == dtype) for dtype in FORMATS}
+    dtype = max(gathered_bytes, key=lambda dtype: gathered_bytes[dtype])
     costs = measure_costs(codecs, dtype, policy.block_size, backend)
     if policy.selection == "greedy":  # as published
         return costs

@@ -1,7 +1,7 @@
-"""`estimate_memory`: what a policy will cost in memory, before anything is allocated or sent.
+"""`estimate_memory`: the memory that a policy will cost, before anything is allocated or sent.
 
-The groups are those that FSDP2 has made, or would make; what they cost and which codecs they get is asked of
-fsdp_ciera.planning.plan and fsdp_ciera.gather.layout, which decide it for live gathers too.
+The parameter groups are those that FSDP2 has made, or would make. Their codecs and their costs come from
+fsdp_ciera.planning.choose and fsdp_ciera.gather.layout, as those of live gathers do.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from fsdp_ciera.units import format_in
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on each rank that a policy costs a model, beyond what stock FSDP2 takes."""
+    """Bytes of memory that a policy costs a model on each rank, beyond what stock FSDP2 takes."""
 
     world_size: int
     cache_bytes: int = 0
-    """All caches, once every group has been gathered forward and backward: what `stats(model).cache_bytes` will say."""
+    """All caches, once every parameter group has been gathered forward and backward: `stats(model).cache_bytes` then."""
     by_category: dict[str, int] = field(default_factory=dict)
     """The caches by shard category; they add up to `cache_bytes`."""
     by_codec: dict[str, int] = field(default_factory=dict)
     """The caches by codec, with 0 for codecs that are used and cache nothing; they add up to `cache_bytes`."""
     shard_bytes_by_codec: dict[str, int] = field(default_factory=dict)
-    """Bytes of local shards, as gathered, that travel by each codec: how much of the model a budget leaves raw."""
+    """By codec: bytes of local shards, as gathered, that it encodes. `"raw"` says how much of the model a budget leaves raw."""
     held_output_bytes: int = 0
-    """Outputs that are kept for codecs that decode in place, less what counts as cache: what `stats(model)` calls so."""
+    """Outputs that are kept for codecs that decode in place, less what counts as cache: as in `stats(model)`."""
     buffer_bytes: int = 0
-    """Most that one gather holds besides caches and output: the payloads of all ranks that exchange them, as if none
-    of them were smaller than raw, the own one where it was made, and what a hierarchical gather holds in addition. Gone
-    when it ends. Not counted is what the backend takes, as in stock FSDP2: gloo copies what it gathers once more."""
+    """The most that one gather holds besides caches and output, until it ends: the payloads of all ranks that exchange them, as
+    if none were smaller than raw, the own payload where it was made, and what a hierarchical gather holds in addition. What the
+    backend of torch.distributed takes is not counted, as in stock FSDP2: gloo copies what it gathers once more."""
     gathered_bytes: int = 0
-    """The largest group, gathered: what stock FSDP2 allocates for it."""
+    """The largest parameter group, gathered: what stock FSDP2 allocates for it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain JSON values."""
+        """The fields as plain JSON values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -86,20 +86,24 @@ def estimate_memory(
     reshard_after_forward: bool | int | None = None,
     units: Sequence[nn.Module | Sequence[nn.Module]] | None = None,
 ) -> MemoryEstimate:
-    """What `policy` costs each of `world_size` ranks that share the parameters of `model`, on any device or on "meta".
+    """The memory that `policy` costs each of `world_size` ranks that share the parameters of `model`.
 
-    A model that is not sharded yet is taken as FSDP2 would shard it: `units` in groups of their own (default: the entries
-    of the outermost lists of two or more modules of one class, that is the layers; a list of modules is one group) and
-    the rest in the root's; gathered as `mp_policy.param_dtype` (default: the parameters' own); with an int for
-    `reshard_after_forward`, all but the root are gathered over that many ranks in backward, as rank 0 sees it. HSDP: give
-    the size of the shard dimension. A model under FSDP2 has all that already, so these three are not looked at then; ask
-    between steps, when parameters are sharded. The plan is the one that `attach(model, policy)` will make; but where it would
-    measure links and codecs, shards get the codec that sends the fewest bytes, which caches most, and a budget that is
-    a share of free memory counts as none.
+    A model that is not sharded yet is planned as FSDP2 would shard it. Each of `units` becomes a parameter group (default: the
+    entries of the outermost lists of two or more modules of one class, that is the layers; a list of modules becomes one
+    parameter group), and the rest of the model belongs to the root. Parameters are gathered as `mp_policy.param_dtype`
+    (default: their own dtype). With an int for `reshard_after_forward`, all parameter groups but the root's are gathered over
+    that many ranks in backward, as rank 0 sees it. For HSDP, `world_size` is the size of the shard dimension.
 
-    Allocates nothing on the model's device and communicates nothing; a model that is not sharded needs no process group.
-    Cost: some microseconds a parameter. Raises `CieraPolicyError` for arguments that are not allowed, or a
-    `world_size` that is not that of a sharded model.
+    A model under FSDP2 already has all this, so the three optional arguments are ignored for it; call this between steps, when
+    parameters are sharded.
+
+    The plan is the one that `attach(model, policy)` will make, with two exceptions: where that would measure links and codecs,
+    shards get the codec that sends the fewest bytes, which caches most; and a budget that is a share of free memory counts as
+    no limit.
+
+    The model may be on any device or on "meta". Allocates nothing on its device and communicates nothing; a model that is not
+    sharded needs no process group. Cost: some microseconds a parameter. Raises `CieraPolicyError` for arguments that are not
+    allowed, and for a `world_size` other than that of a sharded model.
     """
     if not isinstance(policy, CieraPolicy):
         raise CieraPolicyError(f"policy={policy!r} must be a fsdp_ciera.CieraPolicy, for example CieraPolicy.paper()")
@@ -109,11 +113,11 @@ def estimate_memory(
     roots = list(_fsdp_roots(model))
     if roots:
         shapes_of_roots = [list(_live_shapes(root, policy)) for root in roots]
-        found = max((shape.world_size for shapes in shapes_of_roots for shape in shapes), default=1)
-        if found != world_size:
+        num_ranks = max((shape.world_size for shapes in shapes_of_roots for shape in shapes), default=1)
+        if num_ranks != world_size:
             raise CieraPolicyError(
-                f"world_size={world_size}, but the parameters of {type(model).__name__} are sharded over {found} ranks "
-                f"(with HSDP the shard dimension counts): call estimate_memory(model, policy, {found})"
+                f"world_size={world_size}, but the parameters of {type(model).__name__} are sharded over {num_ranks} ranks "
+                f"(with HSDP the shard dimension counts): call estimate_memory(model, policy, {num_ranks})"
             )
     else:
         cast_dtype = None if mp_policy is None else mp_policy.param_dtype
@@ -128,7 +132,8 @@ def estimate_memory(
 
 
 def plan_without_measuring(shapes: Sequence[GroupShape], policy: CieraPolicy) -> Plan:
-    """The plan of these groups, from what the policy says: without figures for link and codecs, as if only bytes counted."""
+    """The plan of parameter groups with these shapes, from the policy alone: if the policy does not give both the link and the
+    codec costs, only bytes count."""
     links = None
     if isinstance(policy.link, Link) and not policy.measures:
         links = [[policy.link for _ in shape.spans] for shape in shapes]
@@ -147,11 +152,11 @@ def _estimate(
         for span, layout in shape.layouts(codecs):
             buffer_bytes = max(buffer_bytes, _buffer_bytes(span, layout, policy.block_size))
             for run in layout.runs:
-                cached = CODECS[run.codec].cache_bytes(
+                cache_bytes = CODECS[run.codec].cache_bytes(
                     run.num_values, shape.dtype, policy.block_size, span.cut.num_nodes - 1
                 )
-                by_category[run.category] = by_category.get(run.category, 0) + cached
-                by_codec[run.codec] = by_codec.get(run.codec, 0) + cached
+                by_category[run.category] = by_category.get(run.category, 0) + cache_bytes
+                by_codec[run.codec] = by_codec.get(run.codec, 0) + cache_bytes
         if shape.spans:
             gathered_bytes = max(gathered_bytes, shape.world_size * shape.shard_bytes)
             for codec, size in zip(codecs, shape.sizes, strict=True):
@@ -168,26 +173,27 @@ def _estimate(
 
 
 def _buffer_bytes(span: Span, layout: Layout, block_size: int) -> int:
-    """What gather.exchange holds at most: a payload is as large as the shard, its section tables and block bitmaps."""
+    """The most bytes that gather.exchange holds: a payload is at most as large as the shard, its section tables and its block
+    bitmaps together."""
     shard_bytes = layout.num_values * layout.dtype.itemsize
-    own = everyones = 0
+    own_bytes = all_payload_bytes = 0
     if not layout.is_raw:
-        own = shard_bytes + sum(
+        own_bytes = shard_bytes + sum(
             NUM_SECTIONS[run.codec] * TABLE_ENTRY_BYTES + -(-run.num_values // (8 * block_size)) for run in layout.runs
         )
-        everyones = span.cut.num_nodes * own
+        all_payload_bytes = span.cut.num_nodes * own_bytes
     if span.cut.is_flat:
-        return own + everyones
-    column = span.cut.num_nodes * shard_bytes
-    # the payloads of all are gone when columns are gathered
-    return own + column + max(everyones, span.cut.ranks_per_node * column)
+        return own_bytes + all_payload_bytes
+    column_bytes = span.cut.num_nodes * shard_bytes
+    # the payloads of all ranks are gone when columns are gathered
+    return own_bytes + column_bytes + max(all_payload_bytes, span.cut.ranks_per_node * column_bytes)
 
 
 # A model under FSDP2
 
 
 def _fsdp_roots(model: nn.Module) -> Iterator[nn.Module]:
-    """The FSDP modules that are in no other one."""
+    """The FSDP modules that are inside no other FSDP module."""
     if isinstance(model, FSDPModule):
         yield cast(nn.Module, model)
         return
@@ -196,26 +202,31 @@ def _fsdp_roots(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _live_shapes(root: nn.Module, policy: CieraPolicy) -> Iterator[GroupShape]:
-    """The groups under an FSDP root, in the order in which it lists them."""
+    """The shapes of the parameter groups under an FSDP root, in the order in which the root lists them."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
-    groups = {id(group): group for m in root.modules() if isinstance(m, FSDPModule) for group in param_groups(m)}
-    own = {id(group) for group in param_groups(root)}
-    for key, group in groups.items():
-        if names_are_known(group):
-            yield shape_of(group, policy)
+    param_groups_by_id = {
+        id(param_group): param_group
+        for module in root.modules()
+        if isinstance(module, FSDPModule)
+        for param_group in param_groups(module)
+    }
+    root_ids = {id(param_group) for param_group in param_groups(root)}
+    for key, param_group in param_groups_by_id.items():
+        if names_are_known(param_group):
+            yield shape_of(param_group, policy)
         else:
-            yield _shape_before_forward(group, names, policy, is_root=key in own)
+            yield _shape_before_forward(param_group, names, policy, is_root=key in root_ids)
 
 
 def _shape_before_forward(
-    group: FSDPParamGroup, names: dict[int, str], policy: CieraPolicy, *, is_root: bool
+    param_group: FSDPParamGroup, names: dict[int, str], policy: CieraPolicy, *, is_root: bool
 ) -> GroupShape:
-    """The shape that a group will have once its root has run its first forward; before, FSDP2 has settled no dtype."""
-    parameters = sharded_parameters(group)
+    """The shape that a parameter group will have after its root's first forward, before which FSDP2 has settled no dtype."""
+    parameters = sharded_parameters(param_group)
     return shape_from_parameters(
         [names[id(parameter)] for parameter, _, _ in parameters],
         [size for _, size, _ in parameters],
         [gathered_dtype(parameter.dtype, cast_dtype) for parameter, _, cast_dtype in parameters],
-        shard_world_size(group),
-        spans_of_group(group, policy, will_be_root=is_root),
+        shard_world_size(param_group),
+        spans_of_group(param_group, policy, will_be_root=is_root),
     )

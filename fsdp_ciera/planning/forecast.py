@@ -1,7 +1,7 @@
-"""`forecast`: what a policy would bring a model on a cluster, beside FSDP2, ZeRO-3 and ZeRO++. Nothing is allocated or sent.
+"""`forecast`: compares a policy for a model on a cluster with FSDP2, ZeRO-3 and ZeRO++. Nothing is allocated or sent.
 
-Bytes and seconds are those of one rank in an optimizer step. Seconds are those of the links alone, without overlap: a
-projection, not a measurement.
+Bytes and seconds are those of one rank in an optimizer step. Seconds are those of the links alone, without overlap with
+computation: a projection, not a measurement.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Cluster:
     world_size: int
     ranks_per_node: int
     between_nodes: Link
-    """Of a flat all-gather over all nodes, as NCCL's bus bandwidth: what a node sends and receives (200 Gbit/s InfiniBand:
-    8 GB/s in the paper). Gathers that a node's ranks make side by side share it."""
+    """The link of a flat all-gather over all nodes. Its speed is NCCL's bus bandwidth: what a node sends and receives (200
+    Gbit/s InfiniBand: 8 GB/s in the paper). Gathers that a node's ranks make side by side share it."""
     in_node: Link
-    """Of an all-gather within a node."""
+    """The link of an all-gather within a node."""
 
     def __post_init__(self) -> None:
         if (
@@ -49,26 +49,26 @@ class Cluster:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes."""
+        """Number of nodes."""
         return max(1, self.world_size // self.ranks_per_node)
 
     @property
     def local_size(self) -> int:
-        """Ranks of a node."""
+        """Number of ranks of a node."""
         return self.world_size // self.num_nodes
 
     @property
     def ring_share(self) -> int:
-        """In a ring over all ranks, one of so many sends to another node."""
+        """The number of ranks of which one sends to another node, in a ring over all ranks; 1 if there is one node."""
         return 1 if self.num_nodes == 1 else self.local_size
 
     @property
     def flat_link(self) -> Link:
-        """Of a gather over all ranks."""
+        """The link of a flat gather over all ranks."""
         return self.in_node if self.num_nodes == 1 else self.between_nodes
 
     def link_of(self, span: Span) -> Link:
-        """The link that payloads of a span take."""
+        """The link that the payloads of `span` take."""
         if self.num_nodes == 1 or span.cut.world_size <= self.ranks_per_node:
             return self.in_node
         if span.cut.is_flat:
@@ -80,17 +80,18 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """What one way to train sends, and holds beyond plain FSDP2's memory, on one rank in an optimizer step."""
+    """One way to train: what a rank sends in an optimizer step, and what it holds beyond plain FSDP2's memory."""
 
     name: str
     gather_bytes: float
-    """Sent by this rank, whereto ever."""
+    """Bytes of gathers that this rank sends, to any rank."""
     slow_bytes: float
-    """Those of the gathers that cross nodes, as the average rank of a node sends them (a ring crosses with one rank in turn);
-    all of them where there is one node."""
+    """The part of `gather_bytes` that crosses nodes, as the average rank of a node sends it (in a ring one rank of each node
+    sends across); all of `gather_bytes` if there is one node."""
     reduce_bytes: float
+    """Bytes that this rank sends to reduce gradients."""
     gather_seconds: float
-    """By the links, and what codecs take on the critical path."""
+    """Seconds of gathers on the links, plus the seconds that codecs take on the critical path."""
     extra_memory_bytes: float
     is_lossless: bool
     source: str
@@ -99,7 +100,7 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A plan, and the contenders beside it; the last one is fsdp_ciera."""
+    """A plan, and the contenders to compare; the last contender is fsdp_ciera with that plan."""
 
     cluster: Cluster
     num_parameters: int
@@ -109,7 +110,7 @@ class Forecast:
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The fields as plain JSON values."""
         return {**asdict(self), "plan": self.plan.to_dict()}
 
 
@@ -126,9 +127,10 @@ def forecast(
 ) -> Forecast:
     """Plans `model` (any device; "meta" needs no memory) on `cluster`, with layers and root that reshard after forward.
 
-    `costs` are those of the codecs on one rank; with `overlap` encoding costs nothing (the paper's CCP). `policy.topology`
-    "auto" takes flat or hierarchical gathers, whichever gains more. A fused parameter of experts is cut along dimension 1
-    where dimension 0 would be padded and 1 is not. Time: below a second; raises `CieraPolicyError`.
+    `costs` are the codec costs of one rank; with `overlap` encoding costs nothing (the paper's CCP). With `policy.topology`
+    "auto", gathers are flat or hierarchical, whichever takes fewer seconds. A fused parameter of experts is cut along dimension
+    1 if that needs no padding and dimension 0 does. Time: below a second. Raises `CieraPolicyError`, also for a `cache_budget`
+    that is a share of free memory.
     """
     if policy.is_share_of_memory:
         raise CieraPolicyError(
@@ -139,13 +141,13 @@ def forecast(
         topologies = ["flat"]
     elif policy.topology != "auto":
         topologies = [policy.topology]
-    made = []
+    candidates = []
     for topology in topologies:
-        size = cluster.ranks_per_node if topology == "hierarchical" else None
-        its_policy = replace(policy, topology=topology, ranks_per_node=size)
+        ranks_per_node = cluster.ranks_per_node if topology == "hierarchical" else None
+        topology_policy = replace(policy, topology=topology, ranks_per_node=ranks_per_node)
         shapes = future_shapes(
             model,
-            its_policy,
+            topology_policy,
             cluster.world_size,
             param_dtype,
             reshard_after_forward=True,
@@ -156,14 +158,14 @@ def forecast(
         conditions = Conditions(
             links=[[cluster.link_of(span) for span in shape.spans] for shape in shapes],
             costs=costs,
-            budget_bytes=its_policy.cache_budget_bytes(0),
+            budget_bytes=topology_policy.cache_budget_bytes(0),
             table=table,
             overlap=overlap,
         )
-        plan = make_plan(shapes, its_policy, conditions)
-        seconds = _planned_seconds(shapes, plan, its_policy, cluster, conditions)
-        made.append((seconds, topology, shapes, plan))
-    seconds, topology, shapes, plan = min(made, key=lambda one: one[0])
+        plan = make_plan(shapes, topology_policy, conditions)
+        seconds = _planned_seconds(shapes, plan, topology_policy, cluster, conditions)
+        candidates.append((seconds, topology, shapes, plan))
+    seconds, topology, shapes, plan = min(candidates, key=lambda candidate: candidate[0])
     ours = Contender(
         name="fsdp_ciera",
         gather_bytes=plan.wire_bytes,
@@ -186,20 +188,20 @@ def forecast(
 
 
 def _notes(model: nn.Module, policy: CieraPolicy, cluster: Cluster, shapes: Sequence[GroupShape]) -> Iterator[str]:
-    """What the figures assume."""
-    cut_inside = sum(1 for p in model.parameters() if _shard_dim(p, cluster.world_size))
-    if cut_inside:
+    """Texts that say what the figures of the forecast assume."""
+    num_cut_inside = sum(1 for p in model.parameters() if _shard_dim(p, cluster.world_size))
+    if num_cut_inside:
         yield (
-            f"{cut_inside} parameters of experts are cut along dimension 1 (fully_shard's shard_placement_fn): cut along "
+            f"{num_cut_inside} parameters of experts are cut along dimension 1 (fully_shard's shard_placement_fn): cut along "
             f"dimension 0, {cluster.world_size} ranks would gather padding"
         )
-    gathered = (
+    gathered_share = (
         cluster.world_size * sum(sum(shape.sizes) for shape in shapes) / sum(p.numel() for p in model.parameters())
     )
-    if gathered > 1.02:
+    if gathered_share > 1.02:
         yield (
-            f"padded shards: {cluster.world_size} ranks gather {gathered:.2f} times the model, with FSDP2 and fsdp_ciera alike "
-            "(ZeRO cuts flat, and would not); share the parameters among fewer ranks (HSDP)"
+            f"padded shards: {cluster.world_size} ranks gather {gathered_share:.2f} times the model, with FSDP2 and fsdp_ciera "
+            "alike (ZeRO cuts flat, and would not); share the parameters among fewer ranks (HSDP)"
         )
     if policy.micro_batches > 1:
         yield (
@@ -216,9 +218,9 @@ def _shard_dim(parameter: nn.Parameter, world_size: int) -> int:
 def _planned_seconds(
     shapes: Sequence[GroupShape], plan: Plan, policy: CieraPolicy, cluster: Cluster, conditions: Conditions
 ) -> float:
-    """Gathers of a step: what raw ones take on the same links, less the gain, with what codecs take however few shards have
-    them, and what moves inside nodes."""
-    total, agreement_seconds = -plan.gain_seconds, 0.0  # one agreement for all groups
+    """Seconds of the gathers of a step: those of raw gathers on the same links, minus the gain, plus those that codecs take
+    once a gather and those of gathers inside nodes."""
+    total, agreement_seconds = -plan.gain_seconds, 0.0  # one agreement for all parameter groups
     for shape, codecs in zip(shapes, plan.codecs, strict=True):
         is_raw = all(codec == "raw" for codec in codecs)
         for span in shape.spans:
@@ -235,7 +237,7 @@ def _planned_seconds(
 
 
 def _reduce_bytes(shapes: Sequence[GroupShape], cluster: Cluster, item_bytes: float) -> float:
-    """One reduce-scatter of all gradients."""
+    """Bytes that a rank sends in one reduce-scatter of all gradients, with `item_bytes` bytes per value."""
     return (cluster.world_size - 1) * item_bytes * sum(sum(shape.sizes) for shape in shapes)
 
 
@@ -246,7 +248,7 @@ def _others(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
 ) -> list[Contender]:
-    """Bytes by the published schemes.
+    """The contenders besides fsdp_ciera, as their publications describe them.
 
     ZeRO-3 (Rajbhandari et al. 2020, section 7): two gathers and a reduce-scatter in 16 bits of every micro-batch. ZeRO++ (Wang
     et al. 2023, sections 3.1 to 3.3): the forward gather in 8 bits, the backward gather inside nodes from a second copy, the
@@ -254,26 +256,26 @@ def _others(
     """
     micro_batches, world_size = policy.micro_batches, cluster.world_size
     num_values = sum(sum(shape.sizes) for shape in shapes)
-    link = cluster.flat_link
+    flat_link = cluster.flat_link
     peers = world_size - 1
-    gathered = peers * num_values * param_dtype.itemsize
+    gathered_bytes = peers * num_values * param_dtype.itemsize
 
-    def seconds(num_gathers: float, item_bytes: float, its_link: Link = link, ranks: int = world_size) -> float:
-        scale = world_size / ranks  # fewer ranks hold as many values together
-        return num_gathers * sum(its_link.seconds(scale * sum(shape.sizes) * item_bytes, ranks) for shape in shapes)
+    def seconds(num_gathers: float, item_bytes: float, link: Link = flat_link, num_ranks: int = world_size) -> float:
+        scale = world_size / num_ranks  # fewer ranks hold the same number of values together
+        return num_gathers * sum(link.seconds(scale * sum(shape.sizes) * item_bytes, num_ranks) for shape in shapes)
 
     item_bytes = param_dtype.itemsize
-    reduced = _reduce_bytes(shapes, cluster, reduce_dtype.itemsize)
-    local = cluster.local_size
-    ring = cluster.ring_share
-    second_copy = num_values * world_size / local * item_bytes
-    inside = (local - 1) * second_copy
+    reduce_bytes = _reduce_bytes(shapes, cluster, reduce_dtype.itemsize)
+    local_size = cluster.local_size
+    ring_share = cluster.ring_share
+    second_copy_bytes = num_values * world_size / local_size * item_bytes
+    in_node_bytes = (local_size - 1) * second_copy_bytes
     return [
         Contender(
             name="FSDP2",
-            gather_bytes=2 * micro_batches * gathered,
-            slow_bytes=2 * micro_batches * gathered / ring,
-            reduce_bytes=reduced,
+            gather_bytes=2 * micro_batches * gathered_bytes,
+            slow_bytes=2 * micro_batches * gathered_bytes / ring_share,
+            reduce_bytes=reduce_bytes,
             gather_seconds=seconds(2 * micro_batches, item_bytes),
             extra_memory_bytes=0,
             is_lossless=True,
@@ -281,9 +283,9 @@ def _others(
         ),
         Contender(
             name="FSDP2, no reshard",
-            gather_bytes=micro_batches * gathered,
-            slow_bytes=micro_batches * gathered / ring,
-            reduce_bytes=reduced,
+            gather_bytes=micro_batches * gathered_bytes,
+            slow_bytes=micro_batches * gathered_bytes / ring_share,
+            reduce_bytes=reduce_bytes,
             gather_seconds=seconds(micro_batches, item_bytes),
             extra_memory_bytes=world_size * num_values * item_bytes,
             is_lossless=True,
@@ -291,8 +293,8 @@ def _others(
         ),
         Contender(
             name="ZeRO-3",
-            gather_bytes=2 * micro_batches * gathered,
-            slow_bytes=2 * micro_batches * gathered / ring,
+            gather_bytes=2 * micro_batches * gathered_bytes,
+            slow_bytes=2 * micro_batches * gathered_bytes / ring_share,
             reduce_bytes=micro_batches * _reduce_bytes(shapes, cluster, 2),
             gather_seconds=seconds(2 * micro_batches, item_bytes),
             extra_memory_bytes=0,
@@ -301,11 +303,12 @@ def _others(
         ),
         Contender(
             name="ZeRO++ (lossy)",
-            gather_bytes=micro_batches * (peers * num_values + inside),
-            slow_bytes=micro_batches * (peers * num_values / ring + (inside if cluster.num_nodes == 1 else 0)),
+            gather_bytes=micro_batches * (peers * num_values + in_node_bytes),
+            slow_bytes=micro_batches
+            * (peers * num_values / ring_share + (in_node_bytes if cluster.num_nodes == 1 else 0)),
             reduce_bytes=micro_batches * _reduce_bytes(shapes, cluster, 0.5),
-            gather_seconds=seconds(micro_batches, 1) + seconds(micro_batches, item_bytes, cluster.in_node, local),
-            extra_memory_bytes=second_copy,
+            gather_seconds=seconds(micro_batches, 1) + seconds(micro_batches, item_bytes, cluster.in_node, local_size),
+            extra_memory_bytes=second_copy_bytes,
             is_lossless=False,
             source="8-bit gather, second copy a node",
         ),

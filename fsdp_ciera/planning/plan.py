@@ -1,5 +1,5 @@
-"""`Plan`: which codec each parameter's shard is sent with and what that is expected to bring, and `Conditions`: what it depends
-on besides the groups and the policy. fsdp_ciera.planning.choose makes plans.
+"""`Plan`: the codec of each parameter's shard, and the bytes and seconds that it is expected to save. `Conditions`: what a plan
+depends on besides the parameter groups and the policy. fsdp_ciera.planning.choose makes plans.
 """
 
 from __future__ import annotations
@@ -26,31 +26,34 @@ class Conditions:
     """What a plan depends on besides shapes and policy."""
 
     links: Sequence[Sequence[Link]] | None = None
-    """By group and span. `None`: the links are so slow that bytes are all that counts."""
+    """By parameter group and span. `None`: only bytes count, as if the links were very slow."""
     costs: Mapping[str, CodecCost] = field(default_factory=dict)
     """By codec; a codec that is left out takes no time."""
     budget_bytes: int | None = None
+    """Bytes of caches that the plan may use. `None`: no limit."""
     table: Table | None = None
-    """`None`: the policy's own."""
+    """Change rates. `None`: the policy's own table."""
     missing_codecs: frozenset[str] = frozenset()
-    """Those that the device cannot run."""
+    """Codecs that the device cannot run."""
     overlap: bool = False
-    """Whether encoding runs beside other work, and so costs no time (the paper's CCP). On CPU every gather blocks."""
+    """Whether encoding overlaps with other work, and so costs no time (the paper's CCP). On CPU every gather blocks."""
     measured: Sequence[npt.NDArray[np.float64] | None] | None = None
-    """By group: bytes that each rank would have sent, float64 [ranks, parameters, codecs of the policy], in a gather after a
-    change of the weights; NaN where nobody measured. Goes before the table."""
+    """By parameter group: bytes that each rank would have sent in a gather after a change of the weights, float64 [ranks,
+    parameters, codecs of the policy]; NaN where nobody measured. Known values replace the table's."""
     current: Sequence[Sequence[str]] | None = None
-    """By group and parameter: the codecs in force, when a plan is renewed. A group changes them only when that gains more
-    until the next renewal than the full gather that follows a change costs."""
+    """By parameter group and parameter: the codecs in force when a plan is renewed. A parameter group changes its codecs only
+    if that gains more until the next renewal than the full gather after the change costs."""
 
     def per_gather_seconds(self, codecs: Collection[str]) -> float:
-        """What a gather takes besides its runs when its group has these codecs, not all raw: that of the slowest one."""
+        """The seconds that a gather takes besides its runs if its parameter group has these codecs, not all of them raw: those
+        of the slowest codec."""
         return max(self.costs.get(codec, FREE).per_gather_seconds(self.overlap) for codec in codecs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """What shards of one category with one codec do in an optimizer step, as expected. Bytes are those that leave a rank."""
+    """Expected traffic, caches and gain of the shards of one category with one codec, in an optimizer step. Traffic is counted
+    in bytes that leave a rank."""
 
     category: Category
     codec: str
@@ -58,67 +61,69 @@ class PlanRow:
     raw_bytes: float = 0.0
     wire_bytes: float = 0.0
     in_node_bytes: float = 0.0
-    """Those of the wire bytes that stay inside the node: the plain half of hierarchical gathers."""
+    """The part of `wire_bytes` that stays inside the node: the plain half of hierarchical gathers."""
     cache_bytes: int = 0
     gain_seconds: float = 0.0
-    """Seconds that raw gathers would take longer; 0 where only bytes count."""
+    """Seconds that the codec saves over raw gathers; 0 where only bytes count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One codec for each shard of each group, and what is expected of it in an optimizer step of one rank."""
+    """One codec for each shard of each parameter group, and what it is expected to save one rank in an optimizer step."""
 
     codecs: tuple[tuple[str, ...], ...]
-    """By group and parameter, in the order of the shapes."""
+    """By parameter group and parameter, in the order of the shapes."""
     rows: tuple[PlanRow, ...]
     """By category and codec."""
     overhead_bytes: float
-    """Headers and section tables; less what shards of several ranks promise too much together, where that was measured."""
+    """Bytes of agreements, heads and section tables. Where ranks were measured, `rows` count each shard as large as on its
+    largest rank, and the bytes that this counts too much are subtracted here."""
     budget_bytes: int | None
     table: str
     learning_rate: float
     step: int = 0
-    """The optimizer step after which it was made, counted from the first gather."""
+    """The optimizer step after which the plan was made, counted from the first gather."""
     link: Link | None = None
-    """The slowest one; `None` where only bytes counted."""
+    """The slowest link; `None` where only bytes counted."""
     notes: tuple[str, ...] = ()
 
     @property
     def raw_bytes(self) -> float:
-        """Bytes a step that stock FSDP2 sends from a rank."""
+        """Bytes that a rank sends in a step with stock FSDP2."""
         return sum(row.raw_bytes for row in self.rows)
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes a step that a rank is expected to send."""
+        """Bytes that a rank is expected to send in a step."""
         return sum(row.wire_bytes for row in self.rows) + self.overhead_bytes
 
     @property
     def in_node_bytes(self) -> float:
-        """Those of the wire bytes that stay inside the node."""
+        """The part of `wire_bytes` that stays inside the node, in bytes."""
         return sum(row.in_node_bytes for row in self.rows)
 
     @property
     def cache_bytes(self) -> int:
-        """Caches, as the budget counts them: never less than those that are held."""
+        """Bytes of caches as the budget counts them: never less than the caches that are held."""
         return sum(row.cache_bytes for row in self.rows)
 
     def held_output_bytes(self, shapes: Sequence[GroupShape]) -> int:
-        """What the outputs of these groups, which it plans, take between gathers: see `GroupShape.held_output_bytes`."""
+        """The bytes that outputs of the planned parameter groups, whose shapes these are, take between gathers: see
+        `GroupShape.held_output_bytes`."""
         held = sum(shape.held_output_bytes(codecs) for shape, codecs in zip(shapes, self.codecs, strict=True))
         return held if self.has_room_for(held) else 0
 
     def has_room_for(self, num_bytes: int) -> bool:
-        """Whether the budget holds so many bytes besides the caches."""
+        """Whether `num_bytes` fit into the budget besides the caches."""
         return self.budget_bytes is None or self.cache_bytes + num_bytes <= self.budget_bytes
 
     @property
     def gain_seconds(self) -> float:
-        """Seconds a step that the gathers get shorter."""
+        """Seconds that the gathers of a step save."""
         return sum(row.gain_seconds for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The fields and the totals as plain JSON values."""
         totals = {
             name: getattr(self, name)
             for name in ("raw_bytes", "wire_bytes", "in_node_bytes", "cache_bytes", "gain_seconds")

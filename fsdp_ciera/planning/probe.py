@@ -1,4 +1,4 @@
-"""`Probe`: what every codec would have sent of a group's shard after an optimizer step, measured in the run itself."""
+"""`Probe`: measures during training what every codec would have sent of a shard after an optimizer step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_LIMIT = 1 << 62
 
 
 class Probe:
-    """Keeps a group's shard over one change of its weights, and measures all codecs on what changed.
+    """Keeps the shard of a parameter group over one change of its weights, and measures all codecs on the change.
 
     Memory: a copy of the own shard from one optimizer step to the next, when a plan is due. Cost: every codec encodes the
     shard twice.
@@ -35,67 +35,68 @@ class Probe:
         self._block_size = block_size
         self._backend = backend
         self._kept: tuple[int, torch.Tensor] | None = None
-        self._found = np.full((len(shape.sizes), len(codecs)), np.nan)
+        self._measured_bytes = np.full((len(shape.sizes), len(codecs)), np.nan)
         self._is_fresh = False
 
     def wants(self, step: int) -> bool:
-        """Whether it has a use for the shard after `step` changes of the weights."""
+        """Whether the probe needs the shard after `step` changes of the weights."""
         return not self._is_fresh and (self._kept is None or self._kept[0] != step)
 
     def look_at(self, values: torch.Tensor, step: int) -> None:
-        """The shard [num_values] after `step` changes: the first is kept, the next one compared with it, others ignored."""
+        """Takes the shard [num_values] after `step` changes: keeps the first one, compares the next one with it, and ignores
+        others."""
         if not self.wants(step) or values.dtype != self._shape.dtype or len(values) != sum(self._shape.sizes):
             return
-        try:  # a rank alone must not leave the gather: the plan goes on with what is known
+        try:  # a rank alone must not leave the gather: the plan does without
             kept, self._kept = self._kept, None
             if kept is None:
                 self._kept = (step, values.clone())
             else:
                 self._is_fresh = True
-                self._found = self._compare(kept[1], values)
+                self._measured_bytes = self._compare(kept[1], values)
         except Exception as error:
             warnings.warn(f"fsdp_ciera: could not measure rates for a new plan: {error!r}", stacklevel=2)
 
     def take(self) -> npt.NDArray[np.float64]:
-        """Bytes of each parameter by each codec, float64 [parameters, codecs], NaN where that is not known: as of the last
-        two shards that were compared. From now on new ones are."""
+        """Bytes of each parameter by each codec for the last two shards that were compared, float64 [parameters, codecs]; NaN
+        where they are not known. The probe then waits for two new shards."""
         self._is_fresh = False
-        return self._found
+        return self._measured_bytes
 
     def _compare(self, last: torch.Tensor, fresh: torch.Tensor) -> npt.NDArray[np.float64]:
         """[Note: Measured in runs] Neighbours of one category and codec are one run, and codecs find repetitions across all of
         it (the demo's experts send a fifth less together than one by one). So runs are measured whole, and each parameter
-        has its part of them: by its changed values, or by its values where changes hardly count. Test: test_planner.py,
-        runs are measured whole.
+        gets its part of the bytes: in proportion to its changed values, or to its values where changes hardly count. Test:
+        test_planner.py, runs are measured whole.
         """
         sizes = np.array(self._shape.sizes)
-        found = np.full((len(sizes), len(self._codecs)), np.nan)
+        measured_bytes = np.full((len(sizes), len(self._codecs)), np.nan)
         if fresh.dtype not in FORMATS:
-            return found
+            return measured_bytes
         stops = np.cumsum(sizes)
         is_changed = (
             (last.view(FORMATS[last.dtype].int_dtype) != fresh.view(FORMATS[fresh.dtype].int_dtype)).cpu().numpy()
         )
         changed = np.array([np.count_nonzero(is_changed[a:b]) for a, b in zip(stops - sizes, stops, strict=True)])
-        places = [place for place, size in enumerate(sizes) if size]
-        for _, group in groupby(places, key=lambda place: categorize(self._shape.names[place])):
-            run = list(group)
+        shards = [shard for shard, size in enumerate(sizes) if size]
+        for _, neighbours in groupby(shards, key=lambda shard: categorize(self._shape.names[shard])):
+            run = list(neighbours)
             stretch = slice(int(stops[run[0]] - sizes[run[0]]), int(stops[run[-1]]))
-            for number, codec in enumerate(self._codecs):
+            for column, codec in enumerate(self._codecs):
                 weights = changed[run] if codec == "value_delta" and changed[run].any() else sizes[run]
                 num_bytes = first_payload_bytes(codec, last[stretch], fresh[stretch], self._block_size, self._backend)
-                found[run, number] = num_bytes * weights / weights.sum()
-        return found
+                measured_bytes[run, column] = num_bytes * weights / weights.sum()
+        return measured_bytes
 
 
 def first_payload_bytes(
     name: str, last: torch.Tensor, fresh: torch.Tensor, block_size: int, backend: Backend | None = None
 ) -> int:
-    """What the codec of this name sends of a shard [num_values] that was `last` and is `fresh`: fixed part and sections, in
-    bytes.
+    """The bytes that codec `name` sends for a shard [num_values] that was `last` and is now `fresh`: fixed part and sections,
+    without head and section table.
 
-    Head and section table are not in it. Cost: one encode, and what a codec does to remember a shard. Memory: the codec's state
-    of the own shard and one payload. The host waits for the device.
+    Cost: one encode, and the time that the codec takes to remember a shard. Memory: the codec's state of the own shard and one
+    payload. The host waits for the device.
     """
     backend = backend or CpuBackend(fresh.device)
     unit = Unit(((0, len(fresh)),), fresh.dtype, block_size, 1, 0)

@@ -1,1 +1,1 @@
-"""Looking on: how often weights change in training, and where the time of a step goes."""
+"""Measures training from outside: how often weights change, and where the time of a step goes."""

@@ -26,9 +26,9 @@ from fsdp_ciera.kernels.reference import CHUNK_VALUES, chunks_of
 from fsdp_ciera.policies.rates import Rates
 
 SHARD_CUTS = (1, 2, 4, 8)
-"""Into how many pieces shards are cut to project the shard change rate to larger worlds (paper Fig. 3a)."""
+"""Numbers of pieces that shards are cut into, to project the shard change rate to larger worlds (paper Fig. 3a)."""
 MOST_BITS = 64.0
-"""What a figure in bits is cut off at: `Rates` allows no more. Only codecs on shards of a few values get there."""
+"""Figures in bits a value are cut off here: `Rates` allows no more. Only codecs on shards of a few values get there."""
 
 _SAMPLED_SHARE = 8  # one in so many values goes into the histogram of exponents ...
 _LEAST_SAMPLED = CHUNK_VALUES // _SAMPLED_SHARE  # ... of chunks larger than this
@@ -38,7 +38,7 @@ Row: TypeAlias = npt.NDArray[np.float64]
 
 
 class CountLayout:
-    """Which column of a row counts what, for these block sizes and codecs."""
+    """The meaning of each column of a row of counts, for these block sizes and codecs."""
 
     def __init__(self, block_sizes: Sequence[int], codecs: Sequence[str]) -> None:
         self.block_sizes = tuple(block_sizes)
@@ -63,15 +63,16 @@ class CountLayout:
         return slice(start, self.num_columns)
 
     def total(self, rows: Row) -> Row:
-        """float64 [categories, num_columns] -> their sum, in which the tried values of each stand for all its values."""
+        """The sum of the categories' rows, float64 [categories, num_columns]. The values that codecs were tried on stand for
+        all values of their category."""
         rows = rows.copy()
-        tried = rows[:, self.codec_values]
-        rows[:, self.codec_values.start : self.codec_bits.stop] *= rows[:, self.values] / np.maximum(tried, 1)
+        num_tried = rows[:, self.codec_values]
+        rows[:, self.codec_values.start : self.codec_bits.stop] *= rows[:, self.values] / np.maximum(num_tried, 1)
         total: Row = rows.sum(axis=0)
         return total
 
     def rates(self, row: Row, rank_spread: float | None = None) -> Rates:
-        """float64 [num_columns] -> the rates, `None` for what was not counted.
+        """The rates of a row, float64 [num_columns]; `None` for what was not counted.
 
         [Note: What was tried may change more] Codecs are tried on a part of the shards, and shards differ in how much of them
         changes. What `value_delta` sends is nearly proportional to that, so its bits a *changed* value are taken from what
@@ -81,12 +82,14 @@ class CountLayout:
         if not num_values:
             return Rates()
         blocks = zip(self.block_sizes, row[self.block_changes], row[self.blocks], strict=True)
-        sampled = max(1.0, float(row[self.codec_values].sum()))
-        bits = {codec: float(total) / sampled for codec, total in zip(self.codecs, row[self.codec_bits], strict=True)}
+        num_tried = max(1.0, float(row[self.codec_values].sum()))
+        codec_bits = {
+            codec: float(bits) / num_tried for codec, bits in zip(self.codecs, row[self.codec_bits], strict=True)
+        }
         value_change = float(row[self.value_changes].sum()) / num_values
-        changed = float(row[self.codec_changes].sum())
-        if "value_delta" in bits and changed:  # See [Note: What was tried may change more]
-            bits["value_delta"] *= value_change * sampled / changed
+        num_changed = float(row[self.codec_changes].sum())
+        if "value_delta" in codec_bits and num_changed:  # See [Note: What was tried may change more]
+            codec_bits["value_delta"] *= value_change * num_tried / num_changed
         change_bits = _entropy_bits(row[self.moves]) + float(row[self.escape_bits].sum()) / num_values
         return Rates(
             exponent_change=float(row[self.exponent_changes].sum()) / num_values,
@@ -94,24 +97,24 @@ class CountLayout:
             value_change=value_change,
             exponent_entropy_bits=_entropy_bits(row[self.exponents]),
             value_change_entropy_bits=min(change_bits, MOST_BITS),
-            codec_bits={codec: min(each, MOST_BITS) for codec, each in bits.items()}
+            codec_bits={codec: min(bits, MOST_BITS) for codec, bits in codec_bits.items()}
             if row[self.codec_values].any()
             else {},
             rank_spread=rank_spread,
         )
 
     def shard_change(self, row: Row) -> dict[int, float]:
-        """By number of pieces that every shard is cut into: the share of pieces in which an exponent changed."""
+        """The share of pieces in which an exponent changed, by the number of pieces that every shard is cut into."""
         pieces = zip(SHARD_CUTS, row[self.shard_changes], row[self.shards], strict=True)
         return {cut: float(changed / count) for cut, changed, count in pieces if count}
 
 
 @dataclass(frozen=True)
 class ShardChanges:
-    """What `ShardCounter.count` found in one shard."""
+    """The changes that `ShardCounter.count` counted in one shard."""
 
     num_values: int
-    """Values of which any bit changed."""
+    """Values in which a bit changed."""
     blocks: tuple[int, int]
     """Changed blocks and all blocks, of `ShardCounter.kept_block_size` values."""
 
@@ -143,7 +146,7 @@ class ShardCounter:
             return ShardChanges(0, (0, 0))
         piece_sizes = [-(-num_values // cut) for cut in SHARD_CUTS]
         sizes = (*layout.block_sizes, *piece_sizes, self.kept_block_size)
-        touched = [_Distinct(size) for size in sizes]
+        counters = [_Distinct(size) for size in sizes]
         kernels = kernels_of(self._cast)
         num_changed = num_exponents = 0
         for chunk in chunks_of(num_values):
@@ -161,14 +164,14 @@ class ShardCounter:
             row[layout.escape_bits] += int(moves[BYTE_ESCAPE]) * 8 * self.format.item_bytes
             num_exponents += len(crossed)
             crossed += chunk.start
-            for one in touched:
-                one.add(crossed)
+            for counter in counters:
+                counter.add(crossed)
         row[layout.values] += num_values
         row[layout.value_changes] += num_changed
         row[layout.exponent_changes] += num_exponents
         row[layout.moves.start] += num_values - num_changed
         totals = [-(-num_values // size) for size in sizes]
-        changes = [one.count for one in touched]
+        changes = [counter.count for counter in counters]
         num_sizes = len(layout.block_sizes)
         row[layout.blocks] += totals[:num_sizes]
         row[layout.block_changes] += changes[:num_sizes]
@@ -182,7 +185,7 @@ class ShardCounter:
         return kernels.find_changes(now, then, self.format, Form(everywhere=True)).moves.numpy()
 
     def _words(self, values: torch.Tensor, chunk: slice) -> Words:
-        """The bits of a chunk as FSDP2 gathers them, valid until the next call."""
+        """The bits of a chunk of values as FSDP2 gathers them, valid until the next call."""
         size = chunk.stop - chunk.start
         self._cast[:size].copy_(values[chunk])  # rounds as `values.to(dtype)` does
         return self._fresh[:size]
@@ -201,7 +204,7 @@ class ShardCounter:
 
 
 class _Distinct:
-    """Counts in how many stretches of `size` values ascending positions fall, given piece by piece."""
+    """Counts the stretches of `size` values that hold at least one of the positions added, which must ascend."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -217,7 +220,7 @@ class _Distinct:
 
 
 def _entropy_bits(counts: npt.NDArray[Any]) -> float:
-    """Bits a symbol of an order-0 code of symbols with these counts."""
+    """Bits a symbol that an order-0 code needs for symbols with these counts."""
     known = counts[counts > 0]
     shares = known / known.sum()
     return max(0.0, float(-(shares * np.log2(shares)).sum()))

@@ -1,4 +1,4 @@
-"""Times and counts what a training step does, from outside: collectives, codec stages, and by what is left over, compute.
+"""Times and counts what a training step does, from outside: collectives, codec stages, and as the rest of it, compute.
 
     with Instruments() as watch:
         watch.begin(); watch.enter("forward"); ... watch.enter("optimizer"); ...
@@ -32,7 +32,7 @@ REDUCE_SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single", "_reduce_sc
 ALL_REDUCES = ("all_reduce",)
 CODEC_STAGES = ("Hash", "Cmp", "PreDecmp", "Decmp")
 ReduceScatter = Callable[[Tensor, Tensor, Any, dist.ProcessGroup], None]
-"""(output [n], values [world_size * n], op, group): done when it returns."""
+"""Called with (output [n], values [world_size * n], op, process_group); done when it returns."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Recorded:
 
     node: str
     phase: str
-    group: object | None
+    param_group: object | None
     start: float
     end: float
     payload_bytes: int = 0
     sent_bytes: int = 0
-    """Of it, what leaves this rank's host."""
+    """Bytes that this rank sends to other hosts for it."""
     num_collectives: int = 0
 
     @property
@@ -58,13 +58,13 @@ class Instruments:
     """Records one step at a time."""
 
     def __init__(self, reduce_scatter: ReduceScatter | None = None) -> None:
-        """`reduce_scatter`: what runs instead of c10d's own."""
+        """`reduce_scatter` runs instead of c10d's own."""
         self._reduce_scatter = reduce_scatter
         self._recorded: list[Recorded] = []
         self.phases: list[tuple[str, float]] = []
-        """Of this step, with the time at which each began."""
+        """Phases of this step, each with the time at which it began."""
         self._phase = "forward"
-        self._groups: list[FSDPParamGroup] = []
+        self._param_groups: list[FSDPParamGroup] = []
         self._is_inside = False  # a collective calls others of those that are replaced
         self._in_node = False
         self._stack = ExitStack()
@@ -80,41 +80,41 @@ class Instruments:
                         if hasattr(module, name):
                             self._stack.enter_context(mock.patch.object(module, name, timed))
         self._stack.enter_context(mock.patch.object(Channel, "stage", self._staged(Channel.stage)))
-        self._stack.enter_context(watch_groups(self._in_group))
+        self._stack.enter_context(watch_groups(self._in_param_group))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begins a step."""
         self._recorded, self.phases = [], []
         self._began = time.perf_counter()
 
     def enter(self, phase: str) -> None:
-        """The step goes on in this phase, one of `fsdp_ciera.profiling.trace.PHASES`."""
+        """Begins a phase of the step, one of `fsdp_ciera.profiling.trace.PHASES`."""
         self._phase = phase
         self.phases.append((phase, time.perf_counter()))
 
     def end(self) -> tuple[float, float, list[Recorded]]:
-        """The step has ended -> when it began, when it ended, and what was recorded of it, in order of beginning."""
-        return self._began, time.perf_counter(), sorted(self._recorded, key=lambda one: one.start)
+        """Ends the step -> when it began, when it ended, and what was recorded of it, in order of beginning."""
+        return self._began, time.perf_counter(), sorted(self._recorded, key=lambda recorded: recorded.start)
 
     def add(self, node: str, start: float, end: float) -> None:
-        """Records codec work that somebody else timed."""
-        self._recorded.append(Recorded(node, self._phase, self._group, start, end))
+        """Records codec work that the caller timed."""
+        self._recorded.append(Recorded(node, self._phase, self._param_group, start, end))
 
     @property
-    def _group(self) -> FSDPParamGroup | None:
-        return self._groups[-1] if self._groups else None
+    def _param_group(self) -> FSDPParamGroup | None:
+        return self._param_groups[-1] if self._param_groups else None
 
     @contextmanager
-    def _in_group(self, group: FSDPParamGroup) -> Iterator[None]:
-        self._groups.append(group)
+    def _in_param_group(self, param_group: FSDPParamGroup) -> Iterator[None]:
+        self._param_groups.append(param_group)
         try:
             yield
         finally:
-            self._groups.pop()
+            self._param_groups.pop()
 
     def _staged(self, original: Any) -> Any:
         watch = self
@@ -143,14 +143,14 @@ class Instruments:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             call = _Call(node, bound.arguments)
-            phase, group = self._phase, self._group
+            phase, param_group = self._phase, self._param_group
             kind = "InNode" if node == "AllGather" and self._in_node else node
             start = time.perf_counter()
             self._is_inside = True
             try:
-                replaced = self._reduce_scatter if node == "ReduceScatter" else None
-                if replaced is not None and isinstance(call.input, Tensor) and isinstance(call.output, Tensor):
-                    replaced(call.output, call.input, call.op, call.group)
+                substitute = self._reduce_scatter if node == "ReduceScatter" else None
+                if substitute is not None and isinstance(call.input, Tensor) and isinstance(call.output, Tensor):
+                    substitute(call.output, call.input, call.op, call.process_group)
                     work = _Done() if call.is_async else None
                 else:
                     work = original(*args, **kwargs)
@@ -158,7 +158,9 @@ class Instruments:
                 self._is_inside = False
 
             def record(end: float, began: float) -> None:
-                self._recorded.append(Recorded(kind, phase, group, began, end, call.payload_bytes, call.sent_bytes, 1))
+                self._recorded.append(
+                    Recorded(kind, phase, param_group, began, end, call.payload_bytes, call.sent_bytes, 1)
+                )
 
             if call.is_async and isinstance(work, dist.Work):
                 return _TimedWork(work, record)
@@ -171,28 +173,29 @@ class Instruments:
 class _Call:
     """The arguments of a collective, by what they mean."""
 
-    def __init__(self, node: str, given: Mapping[str, Any]) -> None:
-        self.is_async = bool(given.get("async_op"))
-        self.op = given.get("op", dist.ReduceOp.SUM)
-        self.group = given.get("group") or dist.distributed_c10d._get_default_group()
-        self.output = _first_of(given, "output_tensor", "output", "tensor")
-        self.input = _first_of(given, "input_tensor", "input", "tensor")
+    def __init__(self, node: str, arguments: Mapping[str, Any]) -> None:
+        self.is_async = bool(arguments.get("async_op"))
+        self.op = arguments.get("op", dist.ReduceOp.SUM)
+        self.process_group = arguments.get("group") or dist.distributed_c10d._get_default_group()
+        self.output = _first_of(arguments, "output_tensor", "output", "tensor")
+        self.input = _first_of(arguments, "input_tensor", "input", "tensor")
         shard = self.output if node == "ReduceScatter" else self.input
         self.payload_bytes = shard.numel() * shard.element_size() if isinstance(shard, Tensor) else 0
-        self.sent_bytes = (self.group.size() - 1) * leaves_host(self.group) * self.payload_bytes
+        num_ranks = self.process_group.size()
+        self.sent_bytes = (num_ranks - 1) * leaves_host(self.process_group) * self.payload_bytes
         if node == "AllReduce":  # a reduce-scatter and an all-gather, of 1 / W each
-            self.sent_bytes = 2 * self.sent_bytes // self.group.size()
+            self.sent_bytes = 2 * self.sent_bytes // num_ranks
 
 
-def _first_of(given: Mapping[str, Any], *names: str) -> Any:
-    return next((given[name] for name in names if given.get(name) is not None), None)
+def _first_of(arguments: Mapping[str, Any], *names: str) -> Any:
+    return next((arguments[name] for name in names if arguments.get(name) is not None), None)
 
 
-def leaves_host(group: dist.ProcessGroup) -> bool:
-    """Whether what this rank sends in a ring over `group` leaves its host: whether the rank behind it is on another one."""
+def leaves_host(process_group: dist.ProcessGroup) -> bool:
+    """Whether what this rank sends in a ring over `process_group` leaves its host: the next rank is on another one."""
     ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    ranks = dist.get_process_group_ranks(group)
-    following = ranks[(group.rank() + 1) % len(ranks)]
+    ranks = dist.get_process_group_ranks(process_group)
+    following = ranks[(process_group.rank() + 1) % len(ranks)]
     return following // ranks_per_host != dist.get_rank() // ranks_per_host
 
 
@@ -207,7 +210,7 @@ class _Done(dist.Work):
 
 
 class _TimedWork:
-    """An asynchronous collective: what is recorded is the time that the host waits for it."""
+    """An asynchronous collective. Records the time that the host waits for it."""
 
     def __init__(self, work: dist.Work, record: Callable[[float, float], None]) -> None:
         self._work = work

@@ -27,7 +27,7 @@ class ProfiledStep:
     step: int
     """Optimizer steps since the profiler was made."""
     rates: Mapping[str, Rates]
-    """By category, and under `"all"`."""
+    """Rates by category, and of all values under `"all"`."""
     check_seconds: float
     """Wall time of the look, mean over ranks."""
     step_seconds: float | None
@@ -44,7 +44,7 @@ class Profile:
     world_size: int
     """Ranks that share a parameter: with HSDP or several meshes, those of the most divided parameter."""
     dtype: str
-    """In which shards are gathered; of several, that of the most values (`notes` names the others)."""
+    """The dtype in which shards are gathered; where they differ, that of the most values (`notes` names the others)."""
     interval: int
     """Steps between two looks. Changes are over so many steps."""
     warmup_steps: int
@@ -55,36 +55,37 @@ class Profile:
     kept_block_size: int
     """The block size of `distribution`."""
     num_values: Mapping[str, int]
-    """By category: values of the whole model."""
+    """Values of the whole model, by category."""
     rates: Mapping[str, Rates] = field(default_factory=dict)
     """Averages, by category and under `"all"` (paper Figs. 2 and 3b)."""
     shard_change: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    """By category and number of ranks: the share of shards in which an exponent changes (paper Fig. 3a). `world_size` is
-    measured; for 2, 4 and 8 times as many ranks the local shards [n] are cut into pieces of ceil(n / 2), ... values."""
+    """The share of shards in which an exponent changes, by category and number of ranks (paper Fig. 3a). Measured for
+    `world_size`; for 2, 4 and 8 times as many ranks the local shards [n] are cut into pieces of ceil(n / 2), ... values."""
     distribution: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """By category: for each parameter and rank, the mean share of blocks in which an exponent changes (paper Fig. 4)."""
+    """For each parameter and rank, the mean share of blocks in which an exponent changes, by category (paper Fig. 4)."""
     series: tuple[ProfiledStep, ...] = ()
     """Every look, warm-up included."""
     check_seconds: float | None = None
     """Wall time of a look, mean over the looks that are averaged."""
     step_seconds: float | None = None
-    """Wall time of a step without looks, mean over the same time: all that the loop does between calls of `step()`."""
+    """Wall time of a step without looks, mean over the same steps: all that the loop does between calls of `step()`."""
     notes: tuple[str, ...] = ()
 
     @property
     def check_share(self) -> float | None:
-        """Share of the iteration that looks took at the interval in use, measured (paper Fig. 5a)."""
+        """Measured share of the iteration that looks took at the interval in use (paper Fig. 5a)."""
         return self.derived_check_share(self.interval)
 
     def derived_check_share(self, interval: int) -> float | None:
-        """What looks would take of the iteration at another interval k: (c / k) / (s + c / k) of the measured c and s."""
+        """The share of the iteration that looks would take at another interval k: (c / k) / (s + c / k), with c the measured
+        seconds of a look and s those of a step."""
         if self.check_seconds is None or self.step_seconds is None:
             return None
         per_step = self.check_seconds / interval
         return per_step / (self.step_seconds + per_step) if per_step else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain JSON values. Check shares are added for readers."""
+        """All fields as plain JSON values. Check shares are added for readers."""
         values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
         values["steps"] = None if self.steps is None else list(self.steps)
         values["num_values"] = dict(self.num_values)
@@ -112,31 +113,31 @@ class Profile:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Profile:
-        """The inverse. Raises `CieraPolicyError` for what `to_json` did not make."""
+        """The profile that `to_json` wrote. Raises `CieraFileError` for anything else."""
         try:
-            made = {item.name: values[item.name] for item in fields(cls)}
-            made["steps"] = None if values["steps"] is None else tuple(values["steps"])
-            made["rates"] = _rates_from_json(values["rates"])
-            made["shard_change"] = {
+            arguments = {item.name: values[item.name] for item in fields(cls)}
+            arguments["steps"] = None if values["steps"] is None else tuple(values["steps"])
+            arguments["rates"] = _rates_from_json(values["rates"])
+            arguments["shard_change"] = {
                 name: {int(num_ranks): share for num_ranks, share in shares.items()}
                 for name, shares in values["shard_change"].items()
             }
-            made["distribution"] = {name: tuple(rates) for name, rates in values["distribution"].items()}
-            made["series"] = tuple(
+            arguments["distribution"] = {name: tuple(rates) for name, rates in values["distribution"].items()}
+            arguments["series"] = tuple(
                 ProfiledStep(look["step"], _rates_from_json(look["rates"]), look["check_seconds"], look["step_seconds"])
                 for look in values["series"]
             )
-            made["notes"] = tuple(values["notes"])
+            arguments["notes"] = tuple(values["notes"])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CieraFileError(
                 f"this is no profile ({type(error).__name__}: {error}): give what Profile.to_json() or `ciera profile` wrote"
             ) from error
-        return cls(**made)
+        return cls(**arguments)
 
     def to_table(
         self, name: str, *, lr: float, data: str = "unknown", optimizer: str = "unknown", notes: str = ""
     ) -> dict[str, Any]:
-        """A table of change rates with one entry, as policies load it from JSON: the averages at learning rate `lr`.
+        """A table of change rates with one entry, the averages at learning rate `lr`, as policies load it from JSON.
         `"all"` stands in for categories that the model lacks.
 
         `data`, `optimizer` and `notes` say where the figures come from. Raises `CieraPolicyError` when no step after the
@@ -174,7 +175,7 @@ class Profile:
 
 
 def merge_tables(older: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
-    """One table with the entries of both, by rising learning rate; of two with the same one, the newer's.
+    """One table with the entries of both, by rising learning rate. Where both have the same rate, the newer's stays.
 
     Name and provenance are the newer's; its notes say what differed in the older's. Raises `CieraFileError` when they
     are not tables of the same model.
@@ -202,9 +203,9 @@ def merge_tables(older: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str
     return {**newer, "provenance": provenance, "entries": [entries[lr] for lr in sorted(entries)]}
 
 
-def _rates_to_json(rates: Mapping[str, Rates]) -> dict[str, Any]:
-    return {name: one.to_json() for name, one in rates.items()}
+def _rates_to_json(by_category: Mapping[str, Rates]) -> dict[str, Any]:
+    return {name: rates.to_json() for name, rates in by_category.items()}
 
 
 def _rates_from_json(values: Mapping[str, Any]) -> dict[str, Rates]:
-    return {name: Rates.from_json(one) for name, one in values.items()}
+    return {name: Rates.from_json(rates) for name, rates in values.items()}

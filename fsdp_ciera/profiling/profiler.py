@@ -46,8 +46,8 @@ class _Shard(NamedTuple):
     num_global_values: int
     num_parts: int
     """Ranks that the parameter is cut over."""
-    group: int
-    """Shards with the same number are gathered together."""
+    param_group: int
+    """Number of its parameter group; the shards of one are gathered together."""
 
 
 class Profiler:
@@ -93,7 +93,7 @@ class Profiler:
         self._counters: dict[torch.dtype, ShardCounter] = {}
         self._kept: list[Words] = []
         self._described: list[tuple[str, torch.dtype, int, int]] = []
-        self._groups: list[int] = []
+        self._param_groups: list[int] = []
         self._notes: list[str] = []
         self._trials = CodecTrials()
         self._num_steps = self._num_looks = self._last_look = 0
@@ -103,7 +103,7 @@ class Profiler:
         self._averages = _Averages(self._layout)
 
     def step(self) -> None:
-        """Counts an optimizer step and, if it is its turn, looks at the shards. Collective; see the class for its cost.
+        """Counts an optimizer step and looks at the shards if a look is due. Collective; see the class for its cost.
 
         Raises `CieraMismatchError` on all ranks when they hold different parameters, and `CieraPolicyError` when
         parameters are not sharded now or have changed their shapes.
@@ -116,7 +116,7 @@ class Profiler:
         self._clock.leave()
 
     def result(self) -> Profile:
-        """What was measured so far. Collective, one all-reduce of 16 bytes a parameter and rank; may be called again."""
+        """The profile so far. Collective, one all-reduce of 16 bytes a parameter and rank; may be called again."""
         self._collect()
         blocks = np.zeros((2, len(self._described), self._num_ranks))
         blocks[:, :, self._rank] = self._averages.blocks(len(self._described))
@@ -129,8 +129,8 @@ class Profiler:
             num_values[category] = num_values.get(category, 0) + size
             by_dtype[str(dtype)] = by_dtype.get(str(dtype), 0) + size
             changed, total = blocks[:, index]
-            found = tuple(float(rate) for rate in changed[total > 0] / total[total > 0])
-            distribution[category] = distribution.get(category, ()) + found
+            shard_rates = tuple(float(rate) for rate in changed[total > 0] / total[total > 0])
+            distribution[category] = distribution.get(category, ()) + shard_rates
         notes = list(self._notes)
         if len(by_dtype) > 1:
             shares = ", ".join(f"{size:,} in {name.removeprefix('torch.')}" for name, size in by_dtype.items())
@@ -169,32 +169,35 @@ class Profiler:
 
     def _begin(self, shards: Sequence[_Shard]) -> None:
         """The first look: there is nothing to compare with."""
-        self._described = [(one.name, one.dtype, one.num_global_values, one.num_parts) for one in shards]
-        self._groups = [one.group for one in shards]
+        self._described = [(shard.name, shard.dtype, shard.num_global_values, shard.num_parts) for shard in shards]
+        self._param_groups = [shard.param_group for shard in shards]
         if dist.is_initialized() and any(isinstance(p, DTensor) for p in self._model.parameters()):
             self._num_ranks, self._rank = dist.get_world_size(), dist.get_rank()
             described: list[Any] = [None] * self._num_ranks
             dist.all_gather_object(described, [(name, str(dtype), size) for name, dtype, size, _ in self._described])
-            other = next((rank for rank, one in enumerate(described) if one != described[0]), None)
+            other = next((rank for rank, parameters in enumerate(described) if parameters != described[0]), None)
             if other is not None:
                 raise CieraMismatchError(
                     f"ranks 0 and {other} hold different parameters ({len(described[0])} and {len(described[other])}), but "
                     "a Profiler adds up what all ranks of the default process group find in the same ones: profile a model "
                     "that every rank has a shard of"
                 )
-        for one in shards:
-            if one.dtype not in self._counters:
-                self._counters[one.dtype] = ShardCounter(FORMATS[one.dtype], self._layout, self._kept_block_size)
-            kept = FORMATS[one.dtype].words(zeros_tensor((one.values.numel(),), one.dtype))
-            self._counters[one.dtype].keep(one.values, kept)
+        for shard in shards:
+            if shard.dtype not in self._counters:
+                self._counters[shard.dtype] = ShardCounter(FORMATS[shard.dtype], self._layout, self._kept_block_size)
+            kept = FORMATS[shard.dtype].words(zeros_tensor((shard.values.numel(),), shard.dtype))
+            self._counters[shard.dtype].keep(shard.values, kept)
             self._kept.append(kept)
         self._trials.plan(
-            [TriedShard(categorize(one.name), one.group, one.dtype, one.values.numel()) for one in shards]
+            [
+                TriedShard(categorize(shard.name), shard.param_group, shard.dtype, shard.values.numel())
+                for shard in shards
+            ]
         )
 
     def _compare(self, shards: Sequence[_Shard], turn: int, started: float) -> None:
-        """Counts the changes since the last look and sends the counts on their way."""
-        if [(s.dtype, s.values.numel()) for s in shards] != [
+        """Counts the changes since the last look, and starts to add the counts up over all ranks."""
+        if [(shard.dtype, shard.values.numel()) for shard in shards] != [
             (dtype, len(kept)) for (_, dtype, *_), kept in zip(self._described, self._kept, strict=True)
         ]:
             raise CieraPolicyError(
@@ -205,18 +208,18 @@ class Profiler:
         changes = np.zeros((len(shards), self._num_ranks))
         for part in self._trials.next_parts() if is_averaged else ():
             self._try(part, shards, rows[CATEGORIES.index(cast(Category, part.category))])
-        for index, (one, kept) in enumerate(zip(shards, self._kept, strict=True)):
-            row = rows[CATEGORIES.index(categorize(one.name))]
-            found = self._counters[one.dtype].count(one.values, kept, row, turn)
-            changes[index, self._rank] = found.num_values
+        for index, (shard, kept) in enumerate(zip(shards, self._kept, strict=True)):
+            row = rows[CATEGORIES.index(categorize(shard.name))]
+            shard_changes = self._counters[shard.dtype].count(shard.values, kept, row, turn)
+            changes[index, self._rank] = shard_changes.num_values
             if is_averaged:
-                self._averages.add_blocks(index, len(shards), found.blocks)
+                self._averages.add_blocks(index, len(shards), shard_changes.blocks)
         seconds = np.array([self._clock.train_seconds, self._clock.num_intervals, time.perf_counter() - started])
         counts = np.concatenate([rows.reshape(-1), changes.reshape(-1), seconds])
         self._pending = _Pending(self._num_steps, self._last_look, is_averaged, *self._start_sum(counts))
 
     def _try(self, part: Part, shards: Sequence[_Shard], row: Row) -> None:
-        """Tries the codecs on a part, before its bits are kept."""
+        """Tries the codecs on a part. Call it before the part's new bits are kept."""
         dtype = shards[part.pieces[0][0]].dtype
         last = np.concatenate([self._kept[index][piece] for index, piece in part.pieces])
         fresh = torch.cat([shards[index].values[piece].to("cpu", dtype) for index, piece in part.pieces])
@@ -242,38 +245,38 @@ class Profiler:
             self._averages.add(pending.last_look + 1, self._series[-1], named, train_seconds, num_intervals)
 
     def _rank_spreads(self, changes: npt.NDArray[np.float64]) -> dict[str, float]:
-        """Changed values, float64 [shards, ranks] -> by category: the largest rank's over the mean rank's.
+        """Changed values, float64 [shards, ranks] -> by category: those of the rank with the most, over the ranks' mean.
 
-        Shards that are gathered together are padded together, so each has the spread of its group.
+        Shards that are gathered together are padded together, so each has the spread of its parameter group.
         """
-        of_groups = np.zeros((max(self._groups, default=-1) + 1, self._num_ranks))
-        np.add.at(of_groups, self._groups, changes)
-        means = of_groups.mean(axis=1)
-        spreads = np.divide(of_groups.max(axis=1), means, out=np.ones_like(means), where=means > 0)
+        totals = np.zeros((max(self._param_groups, default=-1) + 1, self._num_ranks))
+        np.add.at(totals, self._param_groups, changes)
+        means = totals.mean(axis=1)
+        spreads = np.divide(totals.max(axis=1), means, out=np.ones_like(means), where=means > 0)
         weights: dict[str, float] = {}
         sums: dict[str, float] = {}
-        for (name, _, size, _), group, of_ranks in zip(self._described, self._groups, changes, strict=True):
-            if not of_ranks.any():
+        for (name, _, size, _), param_group, by_rank in zip(self._described, self._param_groups, changes, strict=True):
+            if not by_rank.any():
                 continue
             for key in (categorize(name), ALL):
                 weights[key] = weights.get(key, 0.0) + size
-                sums[key] = sums.get(key, 0.0) + size * float(spreads[group])
+                sums[key] = sums.get(key, 0.0) + size * float(spreads[param_group])
         return {key: sums[key] / weights[key] for key in weights}
 
     def _shards(self) -> Iterator[_Shard]:
         """The local shards that can be compared, in the order of the model's parameters; tied ones once."""
         cast_dtypes: dict[int, torch.dtype | None] = {}
-        group_of: dict[int, int] = {}
-        groups: dict[int, int] = {}  # several modules may share one
+        param_group_numbers: dict[int, int] = {}  # several modules may share a parameter group
+        number_of_parameter: dict[int, int] = {}
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
-                for group in param_groups(cast(nn.Module, module)):
-                    number = groups.setdefault(id(group), len(groups))
-                    for parameter, _, cast_to in sharded_parameters(group):
-                        cast_dtypes[id(parameter)], group_of[id(parameter)] = cast_to, number
-        found = 0
-        for place, (name, parameter) in enumerate(self._model.named_parameters()):
-            found += id(parameter) in cast_dtypes
+                for param_group in param_groups(cast(nn.Module, module)):
+                    number = param_group_numbers.setdefault(id(param_group), len(param_group_numbers))
+                    for parameter, _, cast_to in sharded_parameters(param_group):
+                        cast_dtypes[id(parameter)], number_of_parameter[id(parameter)] = cast_to, number
+        num_sharded = 0
+        for index, (name, parameter) in enumerate(self._model.named_parameters()):
+            num_sharded += id(parameter) in cast_dtypes
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
             if local.device.type == "meta":
                 raise CieraPolicyError(
@@ -283,8 +286,8 @@ class Profiler:
             if dtype.is_floating_point:
                 dtype = self._dtype or cast_dtypes.get(id(parameter)) or dtype
             if dtype not in FORMATS or hasattr(local, "fsdp_pre_all_gather"):
-                what = "makes its own gather inputs" if dtype in FORMATS else f"is gathered in {dtype}"
-                note = f"{name} {what} and was skipped"
+                reason = "makes its own gather inputs" if dtype in FORMATS else f"is gathered in {dtype}"
+                note = f"{name} {reason} and was skipped"
                 if note not in self._notes:
                     self._notes.append(note)
                 continue
@@ -293,11 +296,11 @@ class Profiler:
                 mesh = parameter.device_mesh
                 for dim, placement in enumerate(parameter.placements):
                     parts *= mesh.size(dim) if isinstance(placement, Shard) else 1
-            group_number = group_of.get(id(parameter), len(groups) + place)
-            yield _Shard(name, local.detach().reshape(-1), dtype, parameter.numel(), parts, group_number)
-        if found < len(cast_dtypes):
+            number = number_of_parameter.get(id(parameter), len(param_group_numbers) + index)
+            yield _Shard(name, local.detach().reshape(-1), dtype, parameter.numel(), parts, number)
+        if num_sharded < len(cast_dtypes):
             raise CieraPolicyError(
-                f"{len(cast_dtypes) - found} parameters of {_name_of(self._model)} are not sharded now: call "
+                f"{len(cast_dtypes) - num_sharded} parameters of {_name_of(self._model)} are not sharded now: call "
                 "Profiler.step() right after optimizer.step(), when FSDP2 has resharded all of them"
             )
 
@@ -307,12 +310,12 @@ class Profiler:
         counts[:] = summed
 
     def _start_sum(self, counts: Row) -> tuple[torch.Tensor, Any]:
-        told = torch.from_numpy(counts)
+        totals = torch.from_numpy(counts)
         if self._num_ranks == 1:
-            return told, None
+            return totals, None
         if "cpu" not in dist.get_backend_config():  # NCCL alone
-            told = told.to(torch.accelerator.current_accelerator() or "cpu")
-        return told, dist.all_reduce(told, async_op=True)
+            totals = totals.to(torch.accelerator.current_accelerator() or "cpu")
+        return totals, dist.all_reduce(totals, async_op=True)
 
 
 @dataclass
@@ -385,16 +388,16 @@ class _Averages:
         return self._blocks
 
     def rates(self) -> dict[str, Rates]:
-        found: dict[str, Rates] = {}
+        averages: dict[str, Rates] = {}
         for name, row in self._rows.items():
             means: dict[str, Any] = {
                 figure: sum(values) / len(values) for figure, values in self._per_look.get(name, {}).items()
             }
-            found[name] = replace(self._layout.rates(row), **means)
-        return found
+            averages[name] = replace(self._layout.rates(row), **means)
+        return averages
 
     def shard_change(self, world_size: int) -> dict[str, dict[int, float]]:
-        """By category and number of ranks; beyond `world_size` projected."""
+        """The share of shards in which an exponent changed, by category and number of ranks; projected beyond `world_size`."""
         return {
             name: {world_size * cut: share for cut, share in self._layout.shard_change(row).items()}
             for name, row in self._rows.items()
@@ -415,6 +418,6 @@ def _check_count(name: str, value: object, least: int) -> None:
 
 
 def _name_of(model: nn.Module) -> str:
-    """The class that the user wrote: FSDP2 makes one of its own of it."""
+    """The name of the class that the user wrote; `fully_shard` replaces it by a subclass of its own."""
     name = type(model).__name__
     return name.removeprefix("FSDP") if isinstance(model, FSDPModule) else name

@@ -13,7 +13,7 @@ from typing import Any
 
 FORMAT = 1
 NODES = ("Hash", "Cmp", "PreDecmp", "AllGather", "InNode", "Decmp", "Compute", "ReduceScatter", "AllReduce")
-"""What an event may be: the paper's nodes of a gather, the spreading of shards inside a node (hierarchical gathers), the
+"""The nodes of a step: the paper's nodes of a gather, the spreading of shards inside a node (hierarchical gathers), the
 model's and the optimizer's own work, and the collectives of gradients, gradient norm and loss."""
 PHASES = ("forward", "backward", "optimizer")
 
@@ -36,14 +36,14 @@ class Event:
     phase: str
     """One of `PHASES`."""
     group: int | None
-    """Index into `Trace.groups`; `None` for what belongs to none, such as the optimizer."""
+    """Index into `Trace.groups`; `None` for an event that belongs to none, such as the optimizer's."""
     seconds: float
-    """Wall-clock, as recorded: for collectives with the waiting for peers."""
+    """Wall-clock seconds as recorded; those of a collective include the wait for peers."""
     payload_bytes: int = 0
-    """Of collectives: what this rank contributes to it (`AllGather`: its shard or the padded payload, headers included;
+    """Of a collective: what this rank contributes to it (`AllGather`: its shard or the padded payload, headers included;
     `ReduceScatter`: the shard that it gets; `AllReduce`: all of it)."""
     num_collectives: int = 0
-    """Of collectives: calls that this event sums up, such as a header's and a payload's gather."""
+    """Of a collective: the calls that this event sums up, such as a header's and a payload's gather."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +57,16 @@ class Trace:
     num_cores: int
     """Cores that all ranks of the machine shared (CPU ranks), or 0 where every rank had a device of its own."""
     rate_bits_per_second: float | None
-    """What each host could send; `None`: no limit."""
+    """Bits a second that each host could send; `None`: no limit."""
     is_serial: bool
     """Whether collectives block the host, as on gloo: then nothing overlaps."""
     item_bytes: int
-    """Of a gathered value."""
+    """Bytes of a gathered value."""
     reduce_item_bytes: int
-    """Of a reduced gradient."""
+    """Bytes of a reduced gradient."""
     num_parameters: int
     iteration_seconds: tuple[float, ...]
-    """Of the recorded steps."""
+    """Wall-clock seconds of the recorded steps."""
     groups: tuple[Group, ...]
     events: tuple[Event, ...]
 
@@ -76,14 +76,14 @@ class Trace:
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
-        """Raises `ValueError` for the text of another format or with events that are none."""
-        read: dict[str, Any] = json.loads(text)
-        if not isinstance(read, dict) or read.pop("format", None) != FORMAT:
+        """The trace that `to_json` wrote. Raises `ValueError` for another format, or events of an unknown node or phase."""
+        fields: dict[str, Any] = json.loads(text)
+        if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
             raise ValueError(f"not a trace of format {FORMAT}: record it again")
-        groups = tuple(Group(**group) for group in read.pop("groups"))
-        events = tuple(map(_event, read.pop("events")))
-        seconds = tuple(read.pop("iteration_seconds"))
-        return cls(groups=groups, events=events, iteration_seconds=seconds, **read)
+        param_groups = tuple(Group(**param_group) for param_group in fields.pop("groups"))
+        events = tuple(map(_event, fields.pop("events")))
+        seconds = tuple(fields.pop("iteration_seconds"))
+        return cls(groups=param_groups, events=events, iteration_seconds=seconds, **fields)
 
     @classmethod
     def load(cls, path: Path) -> Trace:
@@ -91,8 +91,8 @@ class Trace:
         return cls.from_json(path.read_text(encoding="utf-8"))
 
 
-def _event(read: Mapping[str, Any]) -> Event:
-    event = Event(**read)
+def _event(fields: Mapping[str, Any]) -> Event:
+    event = Event(**fields)
     if event.node not in NODES or event.phase not in PHASES:
         raise ValueError(f"event {event.node!r} in {event.phase!r} is none of {NODES} in {PHASES}")
     return event

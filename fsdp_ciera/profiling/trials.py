@@ -1,6 +1,6 @@
-"""What codecs really send: each one is run on a part of the shards, as the sender of a first gather.
+"""Measures what codecs really send: runs each one on a part of the shards, as the sender of a first gather.
 
-Another part in each turn, until all have had theirs.
+Each turn takes another part, until all have had theirs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _PART_MULTIPLE = 1024  # parts begin at whole blocks
 
 
 class TriedShard(NamedTuple):
-    """What must be known of a shard to plan its turn. Neighbours of the same category that are gathered together are tried
+    """What planning needs to know of a shard. Neighbours of the same category that are gathered together are tried
     together: they are one run for the codecs, which finds repetitions across them."""
 
     category: str
-    group: int
+    param_group: int
     dtype: torch.dtype
     num_values: int
 
@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
     @property
     def num_values(self) -> int:
-        """Of all its pieces."""
+        """Values of all pieces together."""
         return sum(piece.stop - piece.start for _, piece in self.pieces)
 
 
@@ -55,14 +55,14 @@ class CodecTrials:
         self._num_looks = 0
 
     def plan(self, shards: Sequence[TriedShard]) -> None:
-        """Every category has a turn of its own."""
+        """Cuts the shards into parts and queues them, each category on its own."""
         numbered = list(enumerate(shards))
         for (category, *_), run in groupby(numbered, key=lambda pair: pair[1][:3]):
             self._queues.setdefault(category, []).extend(_parts_of(category, list(run)))
         self._positions = dict.fromkeys(self._queues, 0)
 
     def next_parts(self) -> list[Part]:
-        """What is tried in the next look: something in the first, and then in every fourth."""
+        """The parts to try in the next look: some in the first look and in every fourth after it, none in the others."""
         chosen: list[Part] = []
         is_due, self._num_looks = self._num_looks % _TRIED_EVERY == 0, self._num_looks + 1
         for category, queue in self._queues.items() if is_due else ():
@@ -76,7 +76,7 @@ class CodecTrials:
         return chosen
 
     def run(self, last: torch.Tensor, fresh: torch.Tensor, row: Row, layout: CountLayout) -> None:
-        """Adds the bits that each codec sends of `fresh` [n] when it sent `last` [n] before."""
+        """Adds to `row` the bits that each codec sends for `fresh` [n] after it sent `last` [n]."""
         for column, name in enumerate(layout.codecs):
             row[layout.codec_bits.start + column] += 8 * first_payload_bytes(name, last, fresh, CODEC_BLOCK_SIZE)
         row[layout.codec_values] += len(fresh)
@@ -85,7 +85,7 @@ class CodecTrials:
 
 
 def _parts_of(category: str, run: Sequence[tuple[int, TriedShard]]) -> list[Part]:
-    """A run in one part, or if it is too long, its shards in parts of their own."""
+    """A run as one part. If it is too long, each of its shards in parts of its own."""
     whole = Part(category, tuple((index, slice(0, shard.num_values)) for index, shard in run if shard.num_values))
     if whole.num_values <= _MOST_TRIED_VALUES:
         return [whole] if whole.num_values else []

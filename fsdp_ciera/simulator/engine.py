@@ -1,8 +1,8 @@
-"""The event engine: nodes wait for others and take turns on streams; when does each start and end?
+"""The event engine computes when each node starts and ends: nodes wait for others, and take turns on streams.
 
 A stream is a queue: it runs its nodes one at a time in the order in which they are listed, as CUDA streams do. A node may
 hold several streams at once, such as its own and the link. It starts when all that it depends on has ended and all its
-streams are free. Exact and deterministic; one pass over nodes and edges.
+streams are free. The result is exact and deterministic. Cost: one pass over nodes and edges.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fsdp_ciera.errors import SimulationError
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A piece of work."""
+    """A piece of work on one or several streams."""
 
     kind: str
     """One of `fsdp_ciera.profiling.trace.NODES`."""
@@ -24,14 +24,14 @@ class Node:
     streams: tuple[str, ...]
     """The first is its lane in pictures."""
     waits_for: tuple[int, ...] = ()
-    """Places of other nodes in the list."""
+    """Indexes of other nodes in the list."""
     label: str = ""
     phase: str = ""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Nodes, and when each runs, in seconds after the beginning of the step."""
+    """Nodes, and when each starts and ends, in seconds after the beginning of the step."""
 
     nodes: tuple[Node, ...]
     starts: tuple[float, ...]
@@ -39,47 +39,47 @@ class Schedule:
 
     @property
     def seconds(self) -> float:
-        """When the last node ends."""
+        """The end of the last node, in seconds."""
         return max(self.ends, default=0.0)
 
     def busy_seconds(self, stream: str) -> float:
-        """The load of a stream."""
+        """Returns the seconds for which a stream is busy."""
         return sum(node.seconds for node in self.nodes if stream in node.streams)
 
     def kind_seconds(self, kind: str) -> float:
-        """What all nodes of a kind take, overlapped or not."""
+        """Returns the sum of the seconds of all nodes of a kind, overlapped or not."""
         return sum(node.seconds for node in self.nodes if node.kind == kind)
 
 
 def simulate(nodes: Sequence[Node]) -> Schedule:
-    """The schedule of `nodes`; streams run theirs in the order of the list.
+    """Returns the schedule of `nodes`. Each stream runs its nodes in the order of the list.
 
-    Raises `SimulationError` for a negative time, a node that waits for one that is not there, or a circle.
+    Raises `SimulationError` for a negative time, for a node that waits for one that is not there, and for a circle.
     """
     followers: list[list[int]] = [[] for _ in nodes]
     num_awaited = [0] * len(nodes)
     last_on: dict[str, int] = {}
-    for place, node in enumerate(nodes):
+    for index, node in enumerate(nodes):
         if not node.seconds >= 0:
             raise SimulationError(
-                f"node {place} ({node.kind} {node.label}) takes {node.seconds!r} s, allowed: at least 0"
+                f"node {index} ({node.kind} {node.label}) takes {node.seconds!r} s, allowed: at least 0"
             )
-        before = [last_on[stream] for stream in node.streams if stream in last_on]
-        for awaited in (*node.waits_for, *before):
+        previous = [last_on[stream] for stream in node.streams if stream in last_on]
+        for awaited in (*node.waits_for, *previous):
             if not 0 <= awaited < len(nodes):
-                raise SimulationError(f"node {place} waits for node {awaited}, allowed: 0 to {len(nodes) - 1}")
-            followers[awaited].append(place)
-            num_awaited[place] += 1
+                raise SimulationError(f"node {index} waits for node {awaited}, allowed: 0 to {len(nodes) - 1}")
+            followers[awaited].append(index)
+            num_awaited[index] += 1
         for stream in node.streams:
-            last_on[stream] = place
+            last_on[stream] = index
     starts, ends = [0.0] * len(nodes), [0.0] * len(nodes)
-    ready = deque(place for place, number in enumerate(num_awaited) if not number)
+    ready = deque(index for index, count in enumerate(num_awaited) if not count)
     num_done = 0
     while ready:
-        place = ready.popleft()
+        index = ready.popleft()
         num_done += 1
-        end = ends[place] = starts[place] + nodes[place].seconds
-        for follower in followers[place]:
+        end = ends[index] = starts[index] + nodes[index].seconds
+        for follower in followers[index]:
             if end > starts[follower]:
                 starts[follower] = end
             num_awaited[follower] -= 1

@@ -1,17 +1,19 @@
-"""A step as nodes on streams: the paper's Fig. 7, with FSDP2's own rules.
+"""Builds a step as nodes on streams: the paper's Fig. 7, with FSDP2's own rules.
 
 serial        one stream, in the recorded order: collectives block the host, as gloo's do
 overlapped    streams of compute, gathers, reduce-scatters, sender (Hash, Cmp) and receiver (PreDecmp, Decmp):
 
-    forward     the gather of block k waits until block k - 2 has been copied out of its buffer (FSDP2 defers that by one)
-    backward    prefetched one block ahead, in the recorded (reverse) order: it waits for the copy-out of block k - 1
-    reduce      reduce-scatter k waits for compute k, and compute k + 2 for it: FSDP2 holds one gradient buffer
-    codec       Hash and Cmp run ahead on their own stream; with settled sizes (DESIGN 8) the first gather waits for all of the
-                forward's. Decmp k waits for gather k, compute k for Decmp k, and gather k + 1 for neither
-    link        gathers and reduce-scatters take turns on it in the order of the host's calls
+    forward     gather k waits until block k - 2 has been copied out of its buffer (FSDP2 defers that by one)
+    backward    gathers are prefetched one block ahead, in the recorded (reverse) order: gather k waits until block k - 1 has
+                been copied out
+    reduce      reduce-scatter k waits for compute k, and compute k + 2 waits for reduce-scatter k: FSDP2 holds one buffer of
+                gradients
+    codec       Hash and Cmp run ahead on their own stream. With settled sizes (DESIGN 8) the first gather waits for all Hash
+                and Cmp of the forward. Decmp k waits for gather k, compute k for Decmp k, and gather k + 1 for neither
+    link        gathers and reduce-scatters take turns on the link in the order of the host's calls
 
-A block is a stretch of events that gather, with what computes and reduces until the next one gathers. Recorded steps have
-compute between the stages of one gather, too (copies, Python); it counts as the block's.
+A block is a run of events that gather, followed by the events that compute and reduce until the next gather. Recorded steps
+also have compute between the stages of one gather (copies, Python); it counts as compute of that block.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from fsdp_ciera.errors import SimulationError
 from fsdp_ciera.profiling.trace import NODES, Event, Trace
 from fsdp_ciera.simulator.engine import Node
 from fsdp_ciera.simulator.network import Network
-from fsdp_ciera.simulator.place import CODEC, COLLECTIVES, DECODERS, ENCODERS, hierarchical_groups, ring_of
+from fsdp_ciera.simulator.place import CODEC, COLLECTIVES, DECODERS, ENCODERS, hierarchical_param_groups, ring_of
 
 HOST, COMPUTE, GATHER, REDUCE, SENDER, RECEIVER, LINK, IN_NODE_LINK = (
     "host",
@@ -39,8 +41,8 @@ _GATHERING = (*CODEC, "AllGather", "InNode")
 
 
 def priced(trace: Trace, network: Network) -> Trace:
-    """The same step with the seconds of its collectives as `network` has them."""
-    two_level = hierarchical_groups(trace)
+    """Returns the same step, its collectives with the seconds that they take on `network`."""
+    two_level = hierarchical_param_groups(trace)
     idle_seconds = float("inf")
     events = []
     for event in trace.events:
@@ -60,14 +62,17 @@ def priced(trace: Trace, network: Network) -> Trace:
 
 
 def build(trace: Trace, is_serial: bool, settles: bool = False) -> list[Node]:
-    """The nodes of a step whose events all have their seconds."""
+    """Returns the nodes of a step whose events all have their seconds.
+
+    `settles`: the sizes of an overlapped step's payloads are settled before its first gather.
+    """
     return _serial(trace) if is_serial else _Overlapped(trace, settles).nodes
 
 
 def _serial(trace: Trace) -> list[Node]:
     return [
-        Node(event.node, event.seconds, (HOST,), (place - 1,) if place else (), _label(trace, event), event.phase)
-        for place, event in enumerate(trace.events)
+        Node(event.node, event.seconds, (HOST,), (index - 1,) if index else (), _label(trace, event), event.phase)
+        for index, event in enumerate(trace.events)
     ]
 
 
@@ -77,83 +82,89 @@ class _Block:
     gathering: list[Event] = field(default_factory=list)
     rest: list[Event] = field(default_factory=list)
     copied_out: tuple[int, ...] = ()
-    """Nodes after which its gathered parameters have left their buffer."""
+    """Indexes of the nodes after which its gathered parameters have left their buffer."""
     ready: tuple[int, ...] = ()
-    """Nodes after which its parameters may be used."""
+    """Indexes of the nodes after which its parameters may be used."""
 
 
 def _blocks(events: Iterable[Event]) -> list[_Block]:
-    made: list[_Block] = []
+    blocks: list[_Block] = []
     for event in events:
         gathers = event.node in _GATHERING and event.phase != "optimizer"
-        if not made or event.phase != made[-1].phase or (gathers and made[-1].rest and not _goes_on(made[-1], event)):
-            made.append(_Block(event.phase))
-        (made[-1].gathering if gathers else made[-1].rest).append(event)
-    return made
+        last = blocks[-1] if blocks else None
+        if last is None or event.phase != last.phase or (gathers and last.rest and not _goes_on(last, event)):
+            last = _Block(event.phase)
+            blocks.append(last)
+        (last.gathering if gathers else last.rest).append(event)
+    return blocks
 
 
 def _without_prefetch(events: Sequence[Event]) -> list[Event]:
-    """Backward gathers behind the reduce-scatter of the group gathered before, as if each waited until it is needed.
+    """Moves each backward gather behind the reduce-scatter of the param group gathered before it, as if FSDP2 did not prefetch.
 
     FSDP2 calls the next gather before it computes with the last one, on gloo too, where that gains nothing: a recorded step
-    has gather 2, compute 3, reduce-scatter 3. The root's group is gathered first and reduced last: nothing waits for it.
+    has gather 2, compute 3, reduce-scatter 3. The root's param group is gathered first and reduced last: no gather is moved
+    behind its reduce-scatter.
     """
-    reduced_at = {event.group: place for place, event in enumerate(events) if event.node == "ReduceScatter"}
-    made: list[Event] = []
+    reduced_at = {event.group: index for index, event in enumerate(events) if event.node == "ReduceScatter"}
+    reordered: list[Event] = []
     held: list[Event] = []
-    gathered: int | None = None
-    awaited: int | None = None
-    for place, event in enumerate(events):
+    gathered_param_group: int | None = None
+    awaited_param_group: int | None = None
+    for index, event in enumerate(events):
         if event.phase != "backward":
-            made += held
-            held, gathered = [], None
+            reordered += held
+            held, gathered_param_group = [], None
         elif event.node in _GATHERING and event.group is not None:
-            if event.group != gathered:
-                gathered, awaited = event.group, gathered
-            last = len(events)
-            if awaited is not None and place < reduced_at.get(awaited, -1) < reduced_at.get(event.group, last):
-                held.append(event)
-                continue
-        made.append(event)
-        if event.node == "ReduceScatter" and held and event.group == awaited:
-            made += held
+            if event.group != gathered_param_group:
+                gathered_param_group, awaited_param_group = event.group, gathered_param_group
+            if awaited_param_group is not None:
+                awaited_index = reduced_at.get(awaited_param_group, -1)
+                if index < awaited_index < reduced_at.get(event.group, len(events)):
+                    held.append(event)
+                    continue
+        reordered.append(event)
+        if event.node == "ReduceScatter" and held and event.group == awaited_param_group:
+            reordered += held
             held = []
-    return made + held
+    return reordered + held
 
 
 def _goes_on(block: _Block, event: Event) -> bool:
-    """Whether this is another stage of the block's own gather: what a recorder finds between two stages is compute too."""
-    if any(one.node != "Compute" for one in block.rest) or {one.group for one in block.gathering} != {event.group}:
+    """Whether `event` is another stage of the block's own gather. Compute may lie between two stages of a recorded gather."""
+    if any(other.node != "Compute" for other in block.rest):
         return False
-    return event.node in (*DECODERS, "InNode") or not any(one.node == "Decmp" for one in block.gathering)
+    if {stage.group for stage in block.gathering} != {event.group}:
+        return False
+    return event.node in (*DECODERS, "InNode") or not any(stage.node == "Decmp" for stage in block.gathering)
 
 
 class _Overlapped:
-    """Builds the list in the order in which the host would launch it."""
+    """Builds the list of nodes in the order in which the host would launch them."""
 
     def __init__(self, trace: Trace, settles: bool) -> None:
         self.trace = trace
         self.nodes: list[Node] = []
         self.blocks = _blocks(_without_prefetch(trace.events))
         self.computes: list[int] = []
-        """The last compute node of each block so far; -1 where there was none."""
+        """Indexes of all compute nodes so far; among them collectives whose result all compute waits for."""
         self.reduces: list[int] = []
         self.settled: tuple[int, ...] = ()
         if settles:
             self._settle()
-        launched = 0
-        for number, block in enumerate(self.blocks):
-            if launched <= number:
-                self._launch_gathers(number)
+        num_launched = 0
+        for index, block in enumerate(self.blocks):
+            if num_launched <= index:
+                self._launch_gathers(index)
             block.copied_out = (*block.ready, *self._last_compute())
-            launched = number + 1
-            if launched < len(self.blocks) and self.blocks[launched].phase == block.phase:
-                self._launch_gathers(launched)
-                launched += 1
-            self._launch_rest(number)
+            num_launched = index + 1
+            if num_launched < len(self.blocks) and self.blocks[num_launched].phase == block.phase:
+                self._launch_gathers(num_launched)
+                num_launched += 1
+            self._launch_rest(index)
 
     def _settle(self) -> None:
-        """Hash and Cmp of the forward's gathers first, one after the other: then all sizes are known."""
+        """Adds Hash and Cmp of the forward's gathers before everything else, one after the other: then all sizes are known."""
         for block in self.blocks:
             if block.phase == "forward":
                 for event in block.gathering:
@@ -161,17 +172,17 @@ class _Overlapped:
                         self.settled = (self._add(event, (SENDER,)),)
                 block.gathering = [event for event in block.gathering if event.node not in ENCODERS]
 
-    def _launch_gathers(self, number: int) -> None:
-        block = self.blocks[number]
-        is_first = number == 0 or self.blocks[number - 1].phase != block.phase
-        room = self._room(number, is_first)
+    def _launch_gathers(self, index: int) -> None:
+        block = self.blocks[index]
+        is_first = index == 0 or self.blocks[index - 1].phase != block.phase
+        room = self._room(index, is_first)
         encoded: dict[int | None, int] = {}
         arrived: dict[int | None, int] = {}
         for event in block.gathering:
-            waits = [place for place in (encoded.get(event.group),) if place is not None]
+            waits = [node for node in (encoded.get(event.group),) if node is not None]
             if event.node in ENCODERS:
                 # weights of a new step are there from its beginning; repeats have no reason to run before their phase
-                waits += room if is_first and number else []
+                waits += room if is_first and index else []
                 encoded[event.group] = self._add(event, (SENDER,), waits)
             elif event.node == "PreDecmp":
                 self._add(event, (RECEIVER,))
@@ -187,18 +198,18 @@ class _Overlapped:
                 arrived[event.group] = self._add(event, (GATHER, IN_NODE_LINK), waits)
         block.ready = tuple(arrived.values())
 
-    def _room(self, number: int, is_first: bool) -> tuple[int, ...]:
-        """What the gathers of a block wait for, besides the stream."""
-        if number == 0:
+    def _room(self, index: int, is_first: bool) -> tuple[int, ...]:
+        """Returns the nodes that the gathers of a block wait for, besides those of their stream."""
+        if index == 0:
             return ()
-        block = self.blocks[number]
+        block = self.blocks[index]
         if is_first:
             return self._last_compute()
-        back = 2 if block.phase == "forward" else 1
-        return self.blocks[number - back].copied_out if number >= back else ()
+        distance = 2 if block.phase == "forward" else 1
+        return self.blocks[index - distance].copied_out if index >= distance else ()
 
-    def _launch_rest(self, number: int) -> None:
-        block = self.blocks[number]
+    def _launch_rest(self, index: int) -> None:
+        block = self.blocks[index]
         for event in block.rest:
             if event.node == "Compute":
                 waits = [*block.ready, *self._last_compute()]
@@ -209,7 +220,7 @@ class _Overlapped:
                 self.computes.append(self._add(event, (COMPUTE,), waits))
             elif event.node == "ReduceScatter":
                 self.reduces.append(self._add(event, (REDUCE, LINK), self._last_compute()))
-            else:  # of the gradients' norm and the loss: everything waits for its result
+            else:  # the all-reduces of the gradients' norm and the loss: everything waits for their results
                 waits = [*self.reduces[-1:], *self._last_compute()]
                 self.computes.append(self._add(event, (COMPUTE, LINK), waits))
 

@@ -1,4 +1,4 @@
-"""JSON of `ciera simulate`."""
+"""The JSON output of `ciera simulate`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMAT = 1
 
 
 def remark(check: Check) -> str:
-    """Why a check does not count, or that it misses the bar."""
+    """Says why a check does not count, or that it misses the bar; empty for all others."""
     if not check.is_independent:
         return "does not count: calibrated on"
     return "misses the bar" if abs(check.error) > BAR else ""
@@ -28,7 +28,7 @@ def as_json(
     assumptions: Sequence[str],
     is_unvalidated: bool,
 ) -> dict[str, Any]:
-    """Everything, as plain JSON values; `unvalidated` says whether it was stamped."""
+    """Returns everything as plain JSON values; `unvalidated` says whether the output is stamped."""
     return {
         "format": FORMAT,
         "unvalidated": is_unvalidated,

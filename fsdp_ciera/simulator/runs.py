@@ -1,4 +1,4 @@
-"""What the stand measured, as the simulator uses it: one `Run` is one output folder of `ciera bench e2e`."""
+"""What the stand measured, as the simulator uses it: a `MeasuredRun` holds one output folder of `ciera bench e2e`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_ciera.units import format_rate, parse_rate
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where a run was: hosts and rate. Runs that share it cannot vouch for one another."""
+    """The hosts and the rate of a run. Runs with the same setting cannot vouch for one another."""
 
     hosts: int
     ranks_per_host: int
@@ -24,7 +24,7 @@ class Setting:
 
     @property
     def place(self) -> Place:
-        """Its ranks."""
+        """The place of its ranks."""
         return Place(world_size=self.hosts * self.ranks_per_host, ranks_per_host=self.ranks_per_host)
 
     def __str__(self) -> str:
@@ -33,24 +33,24 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """One folder."""
+class MeasuredRun:
+    """The settings, iteration times and traces in one output folder of `ciera bench e2e`."""
 
     folder: Path
     setting: Setting
     job: str
-    """What was trained, in words: runs of different jobs say nothing of one another."""
+    """What was trained, in words. Runs of different jobs say nothing about one another."""
     num_cores: int
     medians: Mapping[str, float]
-    """By contender: seconds of an iteration."""
+    """By contender: the median seconds of an iteration."""
     scatters: Mapping[str, float]
-    """By contender: half of what the middle half of its iterations spans, as a share of the median. Much of it: a machine that
-    did other things, and medians that nothing can predict."""
+    """By contender: half of the interquartile range of its iterations' seconds, as a share of their median. If this is large,
+    the machine did other things too, and nothing can predict the medians."""
     traces: Mapping[str, Trace]
 
 
-def load_run(folder: Path) -> Run:
-    """Reads results.json and traces/. Raises `SimulationError` where they are missing or are something else."""
+def load_run(folder: Path) -> MeasuredRun:
+    """Reads results.json and traces/ of `folder`. Raises `SimulationError` where they are missing or are something else."""
     try:
         results = Results.load(folder / "results.json")
     except OSError as error:
@@ -59,12 +59,12 @@ def load_run(folder: Path) -> Run:
         raise SimulationError(f"{str(folder / 'results.json')!r} cannot be used: {error}") from None
     setting = results.setting
     traces = [load_trace(path) for path in sorted((folder / "traces").glob("*.json"))]
-    seconds = {
-        one.contender: [step.seconds for step in one.steps]
-        for one in results.measured
-        if one.steps and one.failure is None
+    seconds_of = {
+        measured.contender: [step.seconds for step in measured.steps]
+        for measured in results.measured
+        if measured.steps and measured.failure is None
     }
-    return Run(
+    return MeasuredRun(
         folder=folder,
         setting=Setting(
             hosts=setting.hosts,
@@ -74,14 +74,14 @@ def load_run(folder: Path) -> Run:
         job=f"{setting.model}, {setting.num_parameters} parameters, {setting.tokens_per_rank} tokens a rank, learning rate "
         f"{setting.learning_rate:g}, {setting.reduce_dtype} gradients, {setting.reduce_scatter} reduce-scatter",
         num_cores=setting.num_cores,
-        medians={key: median(its) for key, its in seconds.items()},
-        scatters={key: _scatter(its) for key, its in seconds.items()},
+        medians={key: median(seconds) for key, seconds in seconds_of.items()},
+        scatters={key: _scatter(seconds) for key, seconds in seconds_of.items()},
         traces={trace.contender: trace for trace in traces},
     )
 
 
 def load_trace(path: Path) -> Trace:
-    """Raises `SimulationError` for a file that is no trace."""
+    """Reads the trace in a file. Raises `SimulationError` for a file that is no trace."""
     try:
         return Trace.load(path)
     except OSError as error:
@@ -91,7 +91,7 @@ def load_trace(path: Path) -> Trace:
 
 
 def setting_of(trace: Trace) -> Setting:
-    """Where a trace was recorded."""
+    """Returns the hosts and the rate with which a trace was recorded."""
     return Setting(
         hosts=-(-trace.world_size // trace.ranks_per_host),
         ranks_per_host=trace.ranks_per_host,

@@ -1,7 +1,8 @@
-"""How the other contenders' steps follow from a stock step, where nobody recorded them ("derived").
+"""Derives the steps of contenders that nobody recorded from a stock step ("derived").
 
-What a codec sends and what its stages take come from the tables of `ciera plan` (policies/): expected payloads by category and
-learning rate, codec costs by machine. A policy that chooses makes its plan here as it would at the first gather.
+The bytes that a codec sends and the seconds of its stages come from the tables of `ciera plan` (policies/): expected payloads
+by category and learning rate, codec costs by machine. A policy that chooses among codecs makes its plan here as it would at the
+first gather.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ _BLOCK = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How the step of a contender of the stand follows from a stock step."""
+    """How the step of one of the stand's contenders is derived from a stock step."""
 
     contender: Contender
     source: str
     """What the derivation rests on."""
     bits: float | None = None
-    """A value, in every gather; of codecs that are not ours."""
+    """Bits that a value takes in every gather, for codecs that are not ours."""
     cost_like: str = ""
-    """The codec of ours whose stages take as long."""
+    """The codec of ours whose stages take as long as those of this one."""
     reduce_item_bytes: int | None = None
-    """Of a gradient, where it is not what the trace says."""
+    """Bytes of a gradient's value, where they differ from the trace's."""
 
     @property
     def key(self) -> str:
-        """The contender's."""
+        """The contender's key."""
         return self.contender.key
 
     @property
@@ -64,7 +65,7 @@ class Scheme:
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """Of ours, to choose from; none of all others."""
+        """Our codecs that the contender chooses from; empty for contenders that are not ours."""
         policy = self.contender.make_policy(_ANY_LEARNING_RATE, 1)
         return () if policy is None else policy.codecs
 
@@ -104,7 +105,7 @@ BY_KEY: Mapping[str, Scheme] = {scheme.key: scheme for scheme in SCHEMES}
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """What derivations go by."""
+    """What a derivation assumes of codecs, links and schedule."""
 
     table: Table
     learning_rate: float
@@ -112,34 +113,35 @@ class Assumptions:
     between: Link
     inside: Link
     overlap: bool
-    """As on CUDA: encoding runs beside other work, and a gather of nothing sends nothing, not even a head."""
+    """Whether encoding runs beside other work, as on CUDA. Then a gather of unchanged values sends nothing, not even a head."""
     budget: str | None = "8GiB"
-    """Caches on a rank, of the policies that choose."""
+    """Memory for caches on a rank, for policies that choose among codecs; `None`: no limit."""
     is_hierarchical: bool = False
 
 
 def shapes_at(
-    groups: Sequence[tuple[Sequence[str], Sequence[int]]], place: Place, policy: CieraPolicy
+    param_groups: Sequence[tuple[Sequence[str], Sequence[int]]], place: Place, policy: CieraPolicy
 ) -> list[GroupShape]:
-    """Groups of parameters (names, whole sizes in values) cut evenly among the ranks: bf16, two gathers a step."""
+    """Returns shapes of param groups (names, whole sizes in values) cut evenly among the ranks: bf16, two gathers a step."""
     spans = spans_of([(range(place.world_size), 2)], policy)
     return [
         GroupShape(tuple(names), tuple(-(-size // place.world_size) for size in sizes), torch.bfloat16, place.world_size,
                    spans)
-        for names, sizes in groups
+        for names, sizes in param_groups
     ]  # fmt: skip
 
 
 def derive(
     stock: Trace,
     scheme: Scheme,
-    groups: Sequence[tuple[Sequence[str], Sequence[int]]],
+    param_groups: Sequence[tuple[Sequence[str], Sequence[int]]],
     place: Place,
-    given: Assumptions | None,
+    assumptions: Assumptions | None,
 ) -> Trace:
-    """The step of `scheme`, from that of stock FSDP2 at `place`. Cost: no work that grows with the number of ranks.
+    """Derives the step of `scheme` from that of stock FSDP2 at `place`. Cost: no work that grows with the number of ranks.
 
-    `given` may be missing where the scheme needs no costs.
+    `param_groups`: names and whole sizes in values of the parameters of each. `assumptions` may be `None` if the scheme needs
+    no costs; otherwise `SimulationError` is raised.
     """
     if place.world_size < 2 or scheme.key == "fsdp2":
         return replace(stock, contender=scheme.key)
@@ -154,19 +156,19 @@ def derive(
             for event in stock.events
         ]
         return replace(stock, contender=scheme.key, reduce_item_bytes=scheme.reduce_item_bytes, events=tuple(events))
-    if given is None:
+    if assumptions is None:
         raise SimulationError(f"the step of {scheme.key!r} depends on codec costs, and none are given")
     coded: list[tuple[_Gather, _Gather] | None]
     if scheme.bits is not None:
-        coded = [_peer_group(sum(sizes) / place.world_size, scheme, place, given) for _, sizes in groups]
+        coded = [_peer_gathers(sum(sizes) / place.world_size, scheme, place, assumptions) for _, sizes in param_groups]
     else:
-        coded = _our_groups(scheme, groups, place, given)
-    return replace(stock, contender=scheme.key, events=tuple(_coded(stock, coded, given, place)))
+        coded = _our_gathers(scheme, param_groups, place, assumptions)
+    return replace(stock, contender=scheme.key, events=tuple(_coded(stock, coded, assumptions, place)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Gather:
-    """A group's gather under a codec: seconds of a rank's stages, and its payload."""
+    """A param group's gather under a codec: the seconds of a rank's stages, and its payload."""
 
     hash_seconds: float
     cmp_seconds: float
@@ -186,25 +188,28 @@ def _resharded(stock: Trace, scheme: Scheme, place: Place) -> Iterator[Event]:
 
 
 def _coded(
-    stock: Trace, coded: Sequence[tuple[_Gather, _Gather] | None], given: Assumptions, place: Place
+    stock: Trace, coded: Sequence[tuple[_Gather, _Gather] | None], assumptions: Assumptions, place: Place
 ) -> Iterator[Event]:
-    """Every stock gather of a group becomes that of its codec: the first one after a change of the weights, then repeats."""
+    """Replaces every stock gather of a coded param group: the first by the gather after a change of the weights, all others by
+    that of a repeat. `coded`: both gathers of each param group; `None` where it stays plain."""
     seen: set[int] = set()
-    num_coded = sum(found is not None for found in coded)
+    num_coded = sum(gathers is not None for gathers in coded)
     if num_coded:  # one small all-reduce agrees on all of them
         yield Event(node="AllReduce", phase="forward", group=None, seconds=0.0,
                     payload_bytes=ROW_BYTES * num_coded, num_collectives=1)  # fmt: skip
     for event in stock.events:
-        found = None if event.node != "AllGather" or event.group is None else coded[event.group]
-        if found is None or event.group is None:
+        gathers = None if event.node != "AllGather" or event.group is None else coded[event.group]
+        if gathers is None or event.group is None:
             yield event
             continue
         is_repeat = event.group in seen
         seen.add(event.group)
-        gather = found[is_repeat]
-        sends = gather.payload_bytes > 0 or not given.overlap  # there a head travels even where nothing changed
+        gather = gathers[is_repeat]
+        sends = (
+            gather.payload_bytes > 0 or not assumptions.overlap
+        )  # without overlap a head travels even where nothing changed
         own = replace(event, seconds=0.0, payload_bytes=0, num_collectives=0)
-        if not (given.overlap and is_repeat):  # agreed on: nothing changed since, and nobody looks
+        if not (assumptions.overlap and is_repeat):  # ranks agreed that nothing changed since: no hash
             yield replace(own, node="Hash", seconds=gather.hash_seconds)
         if sends or not is_repeat:
             yield replace(own, node="Cmp", seconds=gather.cmp_seconds)
@@ -215,65 +220,67 @@ def _coded(
         yield replace(own, node="Decmp", seconds=gather.decmp_seconds)
 
 
-def _peer_group(num_values: float, scheme: Scheme, place: Place, given: Assumptions) -> tuple[_Gather, _Gather]:
+def _peer_gathers(num_values: float, scheme: Scheme, place: Place, assumptions: Assumptions) -> tuple[_Gather, _Gather]:
     assert scheme.bits is not None
-    cost = given.costs[scheme.cost_like]
-    one_pass = scheme.cost_like == "value_delta"  # reads and writes every value once, both ways
-    peers = place.world_size - 1
+    cost = assumptions.costs[scheme.cost_like]
+    is_one_pass = scheme.cost_like == "value_delta"  # reads and writes every value once, both ways
+    num_peers = place.world_size - 1
     gather = _Gather(
         hash_seconds=0.0,
-        cmp_seconds=cost.decmp.seconds(num_values, 0.0) if one_pass else cost.cmp.seconds(num_values, 0.0),
-        decmp_seconds=cost.decmp.seconds(peers * num_values, 0.0, peers),
+        cmp_seconds=cost.decmp.seconds(num_values, 0.0) if is_one_pass else cost.cmp.seconds(num_values, 0.0),
+        decmp_seconds=cost.decmp.seconds(num_peers * num_values, 0.0, num_peers),
         payload_bytes=num_values * scheme.bits / 8,
     )
     return gather, gather
 
 
-def _our_groups(
-    scheme: Scheme, groups: Sequence[tuple[Sequence[str], Sequence[int]]], place: Place, given: Assumptions
+def _our_gathers(
+    scheme: Scheme,
+    param_groups: Sequence[tuple[Sequence[str], Sequence[int]]],
+    place: Place,
+    assumptions: Assumptions,
 ) -> list[tuple[_Gather, _Gather] | None]:
-    is_two_level = given.is_hierarchical and place.hosts > 1 and place.local_size > 1
+    is_two_level = assumptions.is_hierarchical and place.hosts > 1 and place.local_size > 1
     chooses = scheme.is_paper or len(scheme.codecs) > 1
     fields: dict[str, Any] = {
-        "cache_budget": given.budget if chooses else None,
-        "learning_rate": given.learning_rate,
+        "cache_budget": assumptions.budget if chooses else None,
+        "learning_rate": assumptions.learning_rate,
         "topology": "hierarchical" if is_two_level else "flat",
         "ranks_per_node": place.local_size if is_two_level else None,
     }
     policy = CieraPolicy.paper(**fields) if scheme.is_paper else CieraPolicy(codecs=scheme.codecs, **fields)
-    shapes = shapes_at(groups, place, policy)
+    shapes = shapes_at(param_groups, place, policy)
     if chooses:
         cluster = Cluster(
             world_size=place.world_size,
             ranks_per_node=place.local_size,
-            between_nodes=given.between,
-            in_node=given.inside,
+            between_nodes=assumptions.between,
+            in_node=assumptions.inside,
         )
         conditions = Conditions(
             links=[[cluster.link_of(span) for span in shape.spans] for shape in shapes],
-            costs=given.costs,
+            costs=assumptions.costs,
             budget_bytes=policy.cache_budget_bytes(0),
-            table=given.table,
-            overlap=given.overlap,
+            table=assumptions.table,
+            overlap=assumptions.overlap,
         )
         chosen = make_plan(shapes, policy, conditions).codecs
     else:
         chosen = tuple(tuple(scheme.codecs[0] for _ in shape.names) for shape in shapes)
     return [
-        None if all(codec == "raw" for codec in codecs) else _our_group(shape, codecs, policy, given)
+        None if all(codec == "raw" for codec in codecs) else _gathers_of(shape, codecs, assumptions)
         for shape, codecs in zip(shapes, chosen, strict=True)
     ]
 
 
-def _our_group(
-    shape: GroupShape, codecs: Sequence[str], policy: CieraPolicy, given: Assumptions
-) -> tuple[_Gather, _Gather]:
+def _gathers_of(shape: GroupShape, codecs: Sequence[str], assumptions: Assumptions) -> tuple[_Gather, _Gather]:
+    """Returns the first gather of a param group after a change of the weights, and a repeat of it."""
     (span,) = shape.spans
-    peers = span.cut.num_nodes - 1
+    num_peers = span.cut.num_nodes - 1
     _, layout = next(shape.layouts(codecs))
-    made = []
+    gathers = []
     for is_repeat in (False, True):
-        costs = [given.costs.get(codec, CodecCost()) for codec in dict.fromkeys(run.codec for run in layout.runs)]
+        costs = [assumptions.costs.get(codec, CodecCost()) for codec in dict.fromkeys(run.codec for run in layout.runs)]
         stages = [
             max(cost.hash.per_gather for cost in costs),
             max(cost.cmp.per_gather for cost in costs),
@@ -282,20 +289,20 @@ def _our_group(
         payload_bytes = 0.0
         for run in layout.runs:
             codec = run.codec if CODECS[run.codec].supports(shape.dtype) else "raw"
-            cost = given.costs.get(codec, CodecCost())
-            payload, change = _expected(codec, run.category, given)
+            cost = assumptions.costs.get(codec, CodecCost())
+            payload, change = _expected(codec, run.category, assumptions)
             change = 0.0 if is_repeat else change
             stages[0] += cost.hash.seconds(run.num_values, change)
             stages[1] += cost.cmp.seconds(run.num_values, change)
-            stages[2] += cost.decmp.seconds(peers * run.num_values, change, peers)
+            stages[2] += cost.decmp.seconds(num_peers * run.num_values, change, num_peers)
             payload_bytes += run.num_values / 8 * (payload.repeat_bits if is_repeat else payload.first_bits)
-        inside = 0.0 if span.cut.is_flat else float(span.cut.num_nodes * shape.shard_bytes)
-        made.append(_Gather(hash_seconds=stages[0], cmp_seconds=stages[1], decmp_seconds=stages[2],
-                            payload_bytes=payload_bytes, in_node_bytes=inside))  # fmt: skip
-    return made[0], made[1]
+        in_node_bytes = 0.0 if span.cut.is_flat else float(span.cut.num_nodes * shape.shard_bytes)
+        gathers.append(_Gather(hash_seconds=stages[0], cmp_seconds=stages[1], decmp_seconds=stages[2],
+                               payload_bytes=payload_bytes, in_node_bytes=in_node_bytes))  # fmt: skip
+    return gathers[0], gathers[1]
 
 
-def _expected(codec: str, category: str, given: Assumptions) -> tuple[Payload, float]:
-    """What a codec sends of values of a category, and the share of them that its costs go by."""
-    rates, _ = rates_for(given.table, category, given.learning_rate, _BLOCK)
+def _expected(codec: str, category: str, assumptions: Assumptions) -> tuple[Payload, float]:
+    """Returns the expected payload of a category's values under a codec, and the share of changes that its costs depend on."""
+    rates, _ = rates_for(assumptions.table, category, assumptions.learning_rate, _BLOCK)
     return expected_payload(codec, torch.bfloat16, rates, _BLOCK), change_of(codec, rates, _BLOCK)

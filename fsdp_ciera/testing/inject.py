@@ -1,7 +1,7 @@
-"""`inject`: this rank does something wrong on purpose.
+"""`inject`: makes this rank do something wrong on purpose.
 
-Each fault stands for something that happens in the field. What the ranks make of it is the same: an error with a name, on all
-ranks, or values that are right all the same. Nothing here runs unless it is asked for.
+Each fault stands for something that happens in the field. After each, all ranks either raise an error with a name, or get the
+right values all the same. Nothing here runs unless it is asked for.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ FAULTS = {
     "damaged_head": "every head of what this rank receives is 0xFF",
     "late_write": "the first value of this rank's shard changes after the ranks have agreed on what they send",
 }
-"""What `inject` can do, and what it stands for."""
+"""The faults that `inject` knows, and what each does."""
 
 
 @contextmanager
 def inject(fault: str, modules: str = "") -> Iterator[list[str]]:
     """Until the block ends, this rank does `fault` in gathers of modules whose name begins with `modules`.
 
-    Gives a list of the modules in whose gathers it has, in order. Raises `ValueError` for a fault that is not in `FAULTS`.
+    Yields a list, to which each faulty gather appends the name of its module. Raises `ValueError` for a fault that is not in
+    `FAULTS`.
     """
     if fault not in FAULTS:
         raise ValueError(f"fault={fault!r} is not one of {', '.join(FAULTS)}")
-    done: list[str] = []
+    faulty: list[str] = []
 
     def is_due(channel: Channel) -> bool:
         module = str(channel.descriptor["module"])
         if not module.startswith(modules):
             return False
-        done.append(module)
+        faulty.append(module)
         return True
 
     with _WAYS[fault](is_due):
-        yield done
+        yield faulty
 
 
 IsDue = Callable[[Channel], bool]

@@ -28,7 +28,7 @@ from fsdp_ciera.errors import RankFailure
 from fsdp_ciera.processes import free_port, meeting_point, rank_environment
 
 PRELOADED = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.optim", "fsdp_ciera.api"]
-"""What ranks need anyhow; imported once, in the server that they are forked from."""
+"""Modules that all ranks need; imported once, in the server that ranks are forked from."""
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)
@@ -44,20 +44,20 @@ class _Job:
     expect_failure: bool
     args: tuple[Any, ...]
     path: list[str] = field(default_factory=lambda: list(sys.path))
-    """Where the modules of `fn` are found."""
+    """`sys.path`, by which the rank imports the module of `fn`."""
 
 
 class _Process:
     """One process that takes job after job."""
 
     def __init__(self) -> None:
-        self.pipe, theirs = _context.Pipe()
-        self._process = _context.Process(target=_serve, args=(theirs,), daemon=False)
+        self.pipe, child_pipe = _context.Pipe()
+        self._process = _context.Process(target=_serve, args=(child_pipe,), daemon=False)
         self._process.start()
-        theirs.close()
+        child_pipe.close()
 
     def end(self, patience_s: float = 0.1) -> None:
-        """Lets it go, or kills it."""
+        """Lets the process end, and kills it after `patience_s` seconds."""
         self.pipe.close()
         self._process.join(timeout=patience_s)
         if self._process.is_alive():
@@ -66,7 +66,7 @@ class _Process:
 
 
 _IDLE: list[_Process] = []
-"""The registry of processes that have no job."""
+"""The processes that have no job."""
 
 
 def run_ranks(
@@ -81,7 +81,7 @@ def run_ranks(
 
     `fn` is a function of a module, not of an interactive session; `args` and what it returns are pickled. Ranks are processes
     with one torch thread each, with the environment that torchrun would set. They serve several calls: what `fn` replaces in
-    fsdp_ciera, in torch.distributed or in its own module is undone behind it; `is_fresh` asks for new processes. All ranks
+    fsdp_ciera, in torch.distributed or in its own module is undone after it; `is_fresh` asks for new processes. All ranks
     meet in a barrier before they end, since a process that leaves early aborts the collectives of its peers.
 
     Raises `RankFailure` with the tracebacks of the ranks that failed; with `expect_failure` it returns the exceptions of the
@@ -175,7 +175,7 @@ def _run(job: _Job) -> tuple[bool, Any]:
 
 @contextmanager
 def _undone(module: str) -> Iterator[None]:
-    """What was replaced in modules and classes is put back, and so are the environment and torch's defaults."""
+    """Puts back, on leaving, what was replaced in modules and classes, the environment and torch's defaults."""
     import torch
 
     before = [(owner, dict(vars(owner))) for owner in _owners(module)]
@@ -200,12 +200,14 @@ def _undone(module: str) -> Iterator[None]:
 
 
 def _owners(module: str) -> Iterator[ModuleType | type]:
-    """The modules of fsdp_ciera and torch.distributed, that of the function, and the classes of fsdp_ciera."""
-    for name, found in list(sys.modules.items()):
-        if not isinstance(found, ModuleType):
+    """The modules of fsdp_ciera and torch.distributed, the module called `module`, and the classes of fsdp_ciera."""
+    for name, loaded in list(sys.modules.items()):
+        if not isinstance(loaded, ModuleType):
             continue
         is_ours = name.partition(".")[0] == "fsdp_ciera"
         if is_ours or name == module or name.startswith("torch.distributed"):
-            yield found
+            yield loaded
         if is_ours:
-            yield from (one for one in vars(found).values() if isinstance(one, type) and one.__module__ == name)
+            yield from (
+                value for value in vars(loaded).values() if isinstance(value, type) and value.__module__ == name
+            )

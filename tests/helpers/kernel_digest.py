@@ -14,6 +14,9 @@ from pathlib import Path
 from places import HELPERS, ROOT
 
 LANE = ("test_emulator.py", "test_emulator_fuzz.py", "test_kernels_ptx.py", "test_kernels_shim.py")
+"""Files that are left out as a whole."""
+LANE_IN_PART = ("test_host_build.py", "test_shim_device.py")
+"""Those of which the tests that are marked `kernels_only` are."""
 PASSED = ROOT / "tests" / "kernels" / "passed.digest"
 _CODE = {".py", ".cu", ".cuh", ".hpp", ".cpp", ".h", ".ptx"}
 
@@ -22,7 +25,9 @@ def inputs() -> list[Path]:
     """Every file that these tests depend on, in order."""
     folders = [ROOT / "kernels", HELPERS / "emulator", HELPERS / "shim"]
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix in _CODE]
-    files += [HELPERS / "kernel_cases.py", *(ROOT / "tests" / "kernels" / name for name in LANE)]
+    files += [HELPERS / name for name in ("kernel_cases.py", "shim_device.py")]
+    tests = (*LANE, *LANE_IN_PART, "test_kernels_reference.py")  # the last one has cases of the others
+    files += [ROOT / "tests" / "kernels" / name for name in tests]
     return sorted(files)
 
 

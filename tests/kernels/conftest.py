@@ -7,11 +7,18 @@ import pytest
 import kernel_digest
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "kernels_only: left out while the kernels and their tests are those that passed")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.everything or not kernel_digest.has_passed():
         return
     asked_for = " ".join(str(argument) for argument in config.invocation_params.args)
-    left_out = [item for item in items if item.path.name in kernel_digest.LANE and item.path.name not in asked_for]
+    in_lane = [
+        item for item in items if item.path.name in kernel_digest.LANE or item.get_closest_marker("kernels_only")
+    ]
+    left_out = [item for item in in_lane if item.path.name not in asked_for]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         names = {id(item) for item in left_out}

@@ -104,7 +104,7 @@ STEPS = ["nothing", *FORMS, "nothing"]
 def payloads_of(loop: Loopback, shards: torch.Tensor) -> list[torch.Tensor]:
     """What the ranks send."""
     settled_bytes = max(loop.announce(rank, shard) for rank, shard in enumerate(shards))
-    loop.settle(settled_bytes)
+    loop.settle_all(settled_bytes)
     return [loop.take_payload(rank, shard) for rank, shard in enumerate(shards)]
 
 
@@ -145,6 +145,7 @@ def check_codec(
 
 
 @needs_build
+@pytest.mark.rotating
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_codecs_send_and_understand_the_same_bytes(

@@ -115,7 +115,10 @@ def use(library: ctypes.CDLL) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["installed", "x86-64", "x86-64-v3", "x86-64-v4"])
+COMPILED = [pytest.param(name, marks=pytest.mark.kernels_only) for name in ("x86-64", "x86-64-v3", "x86-64-v4")]
+
+
+@pytest.fixture(scope="module", params=["installed", *COMPILED])
 def build(request: pytest.FixtureRequest) -> Iterator[str]:
     """`host` calls the installed build, whose clone the loader picks, or one that is compiled for a kind of processor."""
     if request.param == "installed":
@@ -584,6 +587,7 @@ def run_under_sanitizers(folder: str, seeds: int) -> None:
 
 
 @needs_compiler
+@pytest.mark.kernels_only
 def test_under_sanitizers(folders: dict[str, Path]) -> None:
     if "sanitizers" not in folders:
         pytest.skip("the compiler has no sanitizers")
@@ -700,6 +704,7 @@ int main() {
 
 
 @needs_compiler
+@pytest.mark.kernels_only
 def test_offsets_beyond_two_to_the_31(tmp_path: Path) -> None:
     assert COMPILER is not None
     source, program = tmp_path / "offsets.cpp", tmp_path / "offsets"
@@ -718,6 +723,7 @@ def test_offsets_beyond_two_to_the_31(tmp_path: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.kernels_only
 def test_a_stale_build_is_found_out(folders: dict[str, Path], tmp_path: Path) -> None:
     made = next(folder for name, folder in folders.items() if name != "sanitizers")
     shutil.copytree(host.FOLDER / "native", tmp_path / "native")

@@ -41,6 +41,7 @@ def shim() -> Iterator[ShimDevice]:
         yield device
 
 
+@pytest.mark.kernels_only
 @pytest.mark.parametrize("kernel", sorted({case.kernels[0] for case in all_cases()}))
 def test_results_are_the_references(shim: ShimDevice, kernel: str) -> None:
     """Memory is filled with one pattern before, and damaged payloads once only."""

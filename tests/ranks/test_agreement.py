@@ -302,7 +302,7 @@ def concluded(prepare: Callable[[list[Channel]], None], shards: torch.Tensor) ->
     prepare(loop.channels)
     failures: list[dict[int, Exception]] = [{} for _ in range(3)]
     rows = [
-        agreement._numbers(channel, lambda its, shard=shard: shard, failed, 0)  # type: ignore[misc]
+        agreement._row_of(channel, lambda its, shard=shard: shard, failed, 0)  # type: ignore[misc]
         for channel, shard, failed in zip(loop.channels, shards, failures, strict=True)
     ]
     row = agreement._Row(*torch.stack(rows).max(dim=0).values.tolist())

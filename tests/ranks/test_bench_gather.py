@@ -14,7 +14,7 @@ import torch
 
 from fsdp_ciera.bench import netns
 from fsdp_ciera.bench.gather_cells import Cell, crossovers, link_break_evens
-from fsdp_ciera.bench.gather_rank import Job, Outcome, measure, moved
+from fsdp_ciera.bench.gather_rank import GatherJob, Outcome, measure_gathers, moved
 from fsdp_ciera.cli.main import main
 from fsdp_ciera.cli.tasks import bench_gather as gather
 from fsdp_ciera.testing import run_ranks
@@ -87,8 +87,10 @@ def measure_with_a_flipped_bit(rank: int, world_size: int) -> list[Outcome]:
         return work
 
     CieraAllGather.__call__ = wrong  # type: ignore[method-assign]
-    job = Job(sizes_bytes=(4 * KIB,), repeats=(1,), changed_percents=(5,), codecs=("raw", "entropy"), drain_bytes=KIB)
-    return list(measure(job))
+    job = GatherJob(
+        sizes_bytes=(4 * KIB,), repeats=(1,), changed_percents=(5,), codecs=("raw", "entropy"), drain_bytes=KIB
+    )
+    return list(measure_gathers(job))
 
 
 def test_a_wrong_gather_is_noticed_on_all_ranks() -> None:
@@ -100,7 +102,7 @@ def test_a_wrong_gather_fails_the_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells = [cell(MIB, 2.0), cell(4 * MIB, 2.0, is_equal=False)]
-    monkeypatch.setattr(gather, "measure", lambda options, console: cells)
+    monkeypatch.setattr(gather, "measure_cells", lambda options, console: cells)
     assert run_command("--loopback", "--out", str(tmp_path)) == 1
     said = capsys.readouterr()
     assert said.err == "ciera: entropy gave other bits than the plain gather: 4 MiB, 1 % changed, no limit\n"
@@ -221,7 +223,7 @@ def test_without_root_it_names_the_loopback(
 
 def test_ranks_on_limited_links(tmp_path: Path) -> None:
     try:
-        with netns.Cluster(1):
+        with netns.NetnsCluster(1):
             pass
     except (netns.NetnsError, FileNotFoundError) as reason:
         pytest.skip(f"no network namespaces here: {reason}")

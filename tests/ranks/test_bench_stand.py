@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from fsdp_ciera.bench.contenders import ABLATION, CONTENDERS, Kind, chosen, reshard_size
 from fsdp_ciera.bench.job import JobModel
-from fsdp_ciera.bench.netns import Cluster
+from fsdp_ciera.bench.netns import NetnsCluster
 from fsdp_ciera.bench.options import JobOptions, RunOptions
 from fsdp_ciera.bench.rank import STOPPED, run_forked
 from fsdp_ciera.bench.report import verdicts
 from fsdp_ciera.bench.results import Results
 from fsdp_ciera.bench.ring import ring_reduce_scatter
-from fsdp_ciera.bench.run import measure
+from fsdp_ciera.bench.run import measure_contenders
 from fsdp_ciera.cli.bench_e2e import E2EOptions
 from fsdp_ciera.cli.main import BenchOptions, main, parse
 from fsdp_ciera.cli.tasks import bench_e2e as e2e
@@ -58,7 +58,7 @@ def measured(job: JobModel) -> tuple[Results, dict[str, object], list[str]]:
                          job=JobOptions(learning_rate=1e-4))  # fmt: skip
     order: list[str] = []
     contenders = [one for one in CONTENDERS.values() if one.key in (*LOSSLESS, "int8")]
-    results, traces = measure(options, job, contenders, lambda text, done, total: order.append(text))
+    results, traces = measure_contenders(options, job, contenders, lambda text, done, total: order.append(text))
     return results, traces, order
 
 
@@ -171,7 +171,9 @@ def test_a_contender_that_fails_stays_alone(job: JobModel) -> None:
     options = RunOptions(hosts=2, rate=None, loopback=True, rounds=2, warmup_steps=0, timed_steps=1,
                          job=JobOptions(reduce_dtype="float16"))  # type: ignore[arg-type]  # fmt: skip
     told: list[str] = []
-    results, _ = measure(options, job, [CONTENDERS["zero3"], CONTENDERS["fsdp2"]], lambda text, *_: told.append(text))
+    results, _ = measure_contenders(
+        options, job, [CONTENDERS["zero3"], CONTENDERS["fsdp2"]], lambda text, *_: told.append(text)
+    )
     failed, stock = results.of("zero3"), results.of("fsdp2")
     assert failed is not None and stock is not None
     assert failed.failure is not None and "reduce_dtype='float16' is not allowed" in failed.failure and not failed.steps
@@ -193,18 +195,18 @@ def test_a_turn_that_dies_is_told_apart_from_one_that_raises(tmp_path: Path) -> 
 
 def test_a_turn_that_takes_too_long_is_stopped(job: JobModel) -> None:
     options = RunOptions(hosts=2, rate=None, loopback=True, rounds=1, turn_seconds=0.1)
-    results, _ = measure(options, job, [CONTENDERS["fsdp2"]])
+    results, _ = measure_contenders(options, job, [CONTENDERS["fsdp2"]])
     assert results.measured[0].failure == STOPPED
 
 
 def test_interfaces_count_what_is_counted(job: JobModel) -> None:
     try:
-        with Cluster(1):
+        with NetnsCluster(1):
             pass
     except NetnsError as reason:
         pytest.skip(f"no network namespaces here: {reason}")
     options = RunOptions(hosts=2, rate="1gbit", rounds=1, warmup_steps=1, timed_steps=2)
-    results, _ = measure(options, job, chosen(["fsdp2", "exponent_delta"]))
+    results, _ = measure_contenders(options, job, chosen(["fsdp2", "exponent_delta"]))
     for one in results.measured:
         for step in one.steps:
             assert step.interface_bytes is not None

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fsdp_ciera.bench.job import Job
+from fsdp_ciera.bench.job import TrainingJob
 from fsdp_ciera.bench.options import JobOptions
 from fsdp_ciera.bench.zero3 import Zero3Job, build_engine
 from fsdp_ciera.errors import MissingPeerError, PeerError
@@ -79,7 +79,7 @@ def _train(rank: int, world_size: int) -> Seen:
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for module in (*stock.model.layers, stock):
         torch_fully_shard(module, mp_policy=mixed)
-    fsdp2_job = Job(stock, tokens, OPTIONS, NoWatch(), settle=False)
+    fsdp2_job = TrainingJob(stock, tokens, OPTIONS, NoWatch(), settle=False)
     seen.fsdp2_losses = [fsdp2_job.step(step) for step in range(NUM_STEPS)]
 
     _watch_collectives(seen)

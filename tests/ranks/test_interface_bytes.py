@@ -19,8 +19,8 @@ from places import BENCHMARKS
 
 SLEEPER = """
 import time
-from fsdp_ciera.bench.netns import Cluster
-with Cluster(2) as cluster:
+from fsdp_ciera.bench.netns import NetnsCluster
+with NetnsCluster(2) as cluster:
     cluster.start(["sleep", "300"])
     print("up", flush=True)
     time.sleep(300)
@@ -31,7 +31,7 @@ with Cluster(2) as cluster:
 def namespaces() -> None:
     """Skips, with the reason, where network namespaces cannot be made."""
     try:
-        with netns.Cluster(1):
+        with netns.NetnsCluster(1):
             pass
     except NetnsError as reason:
         pytest.skip(f"no network namespaces here: {reason}")
@@ -94,7 +94,7 @@ else:
     peer.recv(1)
 print(*(os.environ[name] for name in ("LOCAL_RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "MINE")))
 """
-    with netns.Cluster(2) as cluster:
+    with netns.NetnsCluster(2) as cluster:
         results = cluster.run([sys.executable, "-c", script], ranks_per_host=2, env={"MINE": "yes"}, timeout_s=30)
         counted = cluster.interface_bytes()
     assert [(result.rank, result.host) for result in results] == [(0, 0), (1, 0), (2, 1), (3, 1)]
@@ -125,7 +125,7 @@ else:
             pass
     peer.sendall(bytes({num_bytes}))
 """
-    with netns.Cluster(2, rate=f"{megabits_per_second}mbit") as cluster:
+    with netns.NetnsCluster(2, rate=f"{megabits_per_second}mbit") as cluster:
         results = cluster.run([sys.executable, "-c", script], timeout_s=30)
         counted = cluster.interface_bytes()
     received, seconds = results[0].stdout.split()
@@ -136,7 +136,7 @@ else:
 
 def test_an_exception_leaves_nothing_behind(namespaces: None) -> None:
     before = links_of_the_machine()
-    with pytest.raises(ZeroDivisionError), netns.Cluster(3, rate="100mbit") as cluster:
+    with pytest.raises(ZeroDivisionError), netns.NetnsCluster(3, rate="100mbit") as cluster:
         run = cluster.start(["sleep", "300"])
         assert len(owned_by(os.getpid())) == 4
         assert links_of_the_machine() == before
@@ -148,7 +148,7 @@ def test_an_exception_leaves_nothing_behind(namespaces: None) -> None:
 
 def test_a_failure_while_building_leaves_nothing_behind(namespaces: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(netns, "_congestion_control", lambda: "none-such")
-    with pytest.raises(NetnsError, match="none-such"), netns.Cluster(2):
+    with pytest.raises(NetnsError, match="none-such"), netns.NetnsCluster(2):
         pass
     assert owned_by(os.getpid()) == []
 
@@ -173,7 +173,7 @@ def test_what_a_killed_owner_left_is_swept_and_what_a_living_one_has_is_not(name
         dead.kill()
         dead.communicate()
         assert len(owned_by(dead.pid)) == 3
-        with netns.Cluster(1):
+        with netns.NetnsCluster(1):
             assert owned_by(dead.pid) == []
             assert len(owned_by(living.pid)) == 3
         assert len(orphans) == 2
@@ -194,7 +194,7 @@ def has_ended(pid: int) -> bool:
 def test_a_failed_rank_is_named_and_its_peers_are_ended(namespaces: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_SECONDS_FOR_PEERS_OF_A_FAILED_RANK", 0.2)
     command = 'if [ "$RANK" = 1 ]; then echo out of luck >&2; exit 3; fi; sleep 300'
-    with netns.Cluster(2) as cluster:
+    with netns.NetnsCluster(2) as cluster:
         with pytest.raises(RankError, match=r"(?s)rank 1 ended with 3.*out of luck") as failure:
             cluster.run(["sh", "-c", command], timeout_s=30)
         assert [result.returncode for result in failure.value.results] == [-signal.SIGKILL, 3]
@@ -203,7 +203,7 @@ def test_a_failed_rank_is_named_and_its_peers_are_ended(namespaces: None, monkey
 def test_a_run_that_takes_too_long_is_ended(namespaces: None) -> None:
     start = time.monotonic()
     with (
-        netns.Cluster(1) as cluster,
+        netns.NetnsCluster(1) as cluster,
         pytest.raises(RankError, match=r"after 0.2 s the ranks \[0\] had not ended"),
     ):
         cluster.run(["sleep", "300"], timeout_s=0.2)
@@ -214,7 +214,7 @@ def test_a_user_other_than_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with (
         pytest.raises(NetnsError, match="need root, but this runs as user 1000: run it as root"),
-        netns.Cluster(2),
+        netns.NetnsCluster(2),
     ):
         pass
 
@@ -222,11 +222,11 @@ def test_a_user_other_than_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_missing_ip_command_names_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NetnsError, match=r"'ip' is missing: apt-get install iproute2"), netns.Cluster(2):
+    with pytest.raises(NetnsError, match=r"'ip' is missing: apt-get install iproute2"), netns.NetnsCluster(2):
         pass
 
 
 @pytest.mark.parametrize("rate", ["200", "200mb", "-1mbit", "fast", "0mbit"])
 def test_a_rate_that_tc_would_misread_is_refused(rate: str) -> None:
     with pytest.raises(ValueError, match='for example "200mbit"'):
-        netns.Cluster(2, rate=rate)
+        netns.NetnsCluster(2, rate=rate)

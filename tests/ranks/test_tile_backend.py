@@ -176,7 +176,7 @@ def launches_of(world_size: int, sizes: Sequence[int], codecs: Sequence[str]) ->
         shards = torch.arange(world_size * sum(sizes)).view(world_size, -1).to(torch.int16).view(torch.bfloat16)
         gather(loop, shards)
         shards = (shards.view(torch.int16) + 1).view(torch.bfloat16)
-        loop.settle(max(loop.announce(rank, shard) for rank, shard in enumerate(shards)))
+        loop.settle_all(max(loop.announce(rank, shard) for rank, shard in enumerate(shards)))
         payloads = torch.stack([loop.take_payload(rank, shard) for rank, shard in enumerate(shards)])
         output = shards.clone()
         device.launches.clear()

@@ -179,7 +179,7 @@ def decoded(loop: Loopback, writer: SectionWriter, message: str | None) -> torch
     entries = tuple(writer.entries)
     encoded = HostEncoded(data, entries, plan.sections_at + len(data), HEAD_BYTES)
     payload = loop.backend.payload(plan, encoded, encoded.num_bytes)
-    settled = loop.settle(encoded.num_bytes)
+    settled = loop.settle_all(encoded.num_bytes)
     same = torch.zeros(1, dtype=torch.int64)
     loop.backend.stamp(payload, sender.name_of(settled[0]), same, same, encoded.payload_bytes)
     held = loop.channels[1].codecs[0]._value_cache  # type: ignore[attr-defined]
@@ -283,6 +283,7 @@ def test_exponent_delta_sends_all_changes_when_most_exponents_changed() -> None:
     gather(loop, shards[:, torch.randperm(4000)])
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("codec", sorted(CODECS))
 @pytest.mark.parametrize("num_values", [CHUNK_VALUES - 1, CHUNK_VALUES + 1, 2 * CHUNK_VALUES + 300])
 def test_runs_longer_than_a_chunk(codec: str, num_values: int) -> None:
@@ -329,10 +330,10 @@ def test_a_payload_is_padded_with_zeros(padding: int) -> None:
     loop = make_loop(build_layout(NAMES[:1], [3000], ["entropy"], 3000, torch.bfloat16), 2)
     values = torch.randn(3000, generator=torch.Generator().manual_seed(0)).bfloat16()
     num_bytes = loop.announce(0, values)
-    loop.settle(num_bytes)
+    loop.settle_all(num_bytes)
     plain = loop.take_payload(0, values)
     loop.announce(0, values)
-    loop.settle(num_bytes + padding)
+    loop.settle_all(num_bytes + padding)
     padded = loop.take_payload(0, values)
     assert len(padded) == num_bytes + padding
     assert torch.equal(padded[:num_bytes], plain) and not padded[num_bytes:].any()
@@ -382,7 +383,7 @@ def test_cache_bytes_are_what_is_allocated(codec: str, dtype: torch.dtype) -> No
 
 
 def payload_of(loop: Loopback, values: torch.Tensor) -> torch.Tensor:
-    loop.settle(loop.announce(0, values))
+    loop.settle_all(loop.announce(0, values))
     return loop.take_payload(0, values)
 
 

@@ -21,7 +21,7 @@ from fsdp_ciera.policies.links import Link
 from fsdp_ciera.policies.tables import shipped_tables
 from fsdp_ciera.simulator.modelled import ComputeCosts, ModelParameters, stock_step
 from fsdp_ciera.simulator.network import Network, Place
-from fsdp_ciera.simulator.project import Cluster, ModelJob, Point, project
+from fsdp_ciera.simulator.project import ModelJob, Point, SimulatedCluster, project
 from fsdp_ciera.simulator.schemes import SCHEMES, Assumptions
 
 BETWEEN, INSIDE = Link(0.0, 1e9), Link(0.0, 1e11)
@@ -64,7 +64,7 @@ def points(
 ) -> dict[tuple[str, int], Point]:
     job = ModelJob("tiny", ModelParameters.of(tiny()), ComputeCosts(layer_seconds=0.001), 4)
     network = Network.of_links(BETWEEN, INSIDE, 0.0, 0.0)
-    cluster = Cluster(ranks_per_host=8, network=lambda _: network, is_serial=False)
+    cluster = SimulatedCluster(ranks_per_host=8, network=lambda _: network, is_serial=False)
     given = Assumptions(
         table=shipped_tables()["smollm2-moe"], learning_rate=1e-5, costs=costs, between=BETWEEN, inside=INSIDE, overlap=True,
         is_hierarchical=is_hierarchical,

@@ -14,7 +14,7 @@ from fsdp_ciera.policies.machines import MACHINES
 from fsdp_ciera.policies.tables import shipped_tables
 from fsdp_ciera.profiling.trace import Event, Trace
 from fsdp_ciera.simulator.network import Network, Place, Ring, Wire, hops, sent_bytes
-from fsdp_ciera.simulator.place import Machine, hierarchical, hierarchical_groups, move, ring_of
+from fsdp_ciera.simulator.place import Machine, hierarchical, hierarchical_param_groups, move, ring_of
 from fsdp_ciera.simulator.schemes import BY_KEY, Assumptions, derive
 from simulated_stand import CORES, LAYERS, OURS, STOCK, VALUES, record
 
@@ -121,7 +121,7 @@ def test_a_recorded_step_made_hierarchical() -> None:
     trace = replace(record(OURS, "value_delta", 8, 1e8), ranks_per_host=4)
     made = hierarchical(trace)
     inside = [event for event in made.events if event.node == "InNode"]
-    assert len(inside) == 2 * LAYERS and hierarchical_groups(made) == frozenset(range(LAYERS))
+    assert len(inside) == 2 * LAYERS and hierarchical_param_groups(made) == frozenset(range(LAYERS))
     assert inside[0].payload_bytes == 2 * trace.groups[0].values_per_rank * trace.item_bytes
     nodes = [event.node for event in made.events[:4]]
     assert nodes == ["AllGather", "Decmp", "InNode", "Compute"]
@@ -130,7 +130,7 @@ def test_a_recorded_step_made_hierarchical() -> None:
     copied = hierarchical(replace(trace, events=(first, first, copies, decode, *rest)))
     assert [e.node for e in copied.events[:6]] == ["AllGather", "AllGather", "Compute", "Decmp", "InNode", "Compute"]
     assert made.events[1].seconds == pytest.approx(trace.events[1].seconds / 7)  # one peer of seven is left
-    assert ring_of(made, made.events[0], hierarchical_groups(made)) == Ring(ranks=2, hosts=2, side_by_side=4)
+    assert ring_of(made, made.events[0], hierarchical_param_groups(made)) == Ring(ranks=2, hosts=2, side_by_side=4)
 
 
 def test_derived_contenders_by_hand() -> None:

@@ -1,7 +1,7 @@
 """The pictures of a run of the stand: iterations (the paper's Fig. 8), ablation, losses, and ratios by link rate.
 
-Every function writes a PNG, and raises `ImportError` where matplotlib is missing, `OSError` where `path` cannot be written,
-and `ReportError` where there is nothing to draw.
+Every function writes a PNG. It raises `ImportError` if matplotlib is missing, `OSError` if `path` cannot be written, and
+`ReportError` if there is nothing to draw.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdp_ciera.bench.results import Results
 from fsdp_ciera.errors import ReportError
 from fsdp_ciera.policies.links import parse_link
 
-_GROUPS = {Kind.STOCK: "stock FSDP2", Kind.PEER: "peers", Kind.OURS: "fsdp_ciera"}
+_KIND_NAMES = {Kind.STOCK: "stock FSDP2", Kind.PEER: "peers", Kind.OURS: "fsdp_ciera"}
 _PARTS = {
     "compute": "compute",
     "gather": "gather",
@@ -34,9 +34,9 @@ _SHADES = {
     Kind.PEER: ("#6b5a45", "#a08a6c", "#c8b698", "#e6dccb"),
     Kind.OURS: ("#123f86", "#1f6feb", "#79aef5", "#cbdffb"),
 }
-"""Whose a bar is shows in its hue, and the parts, in the order of `_PARTS`, in how light it is: dark to light."""
+"""Colours of bars: the hue shows the kind of contender, and the lightness the part, from dark to light as in `_PARTS`."""
 _CODEC_COLOR = "#e8890c"
-"""Of encoding and decoding in every bar: small and what one looks for."""
+"""Colour of encoding and decoding in every bar: they are small, and the part to look for."""
 _LINE_COLORS = (
     "#1f6feb",
     "#d1495b",
@@ -52,79 +52,82 @@ _LINE_COLORS = (
 
 
 def draw_iterations(results: Results, path: Path, contenders: Mapping[str, Contender] = CONTENDERS) -> None:
-    """Bars of median seconds, stacked by part, with whiskers from the 5th to the 95th percentile and ratios to FSDP2.
+    """Draws bars of median seconds, stacked by part, with whiskers from the 5th to the 95th percentile and ratios to FSDP2.
 
-    Medians of parts do not add up to the median of the whole, so parts are scaled to do so. Failed contenders are named.
+    The medians of parts do not add up to the median of the whole, so they are scaled until they do. Names failed contenders.
     """
-    everyone = sorted(summarize(results, contenders), key=lambda one: list(Kind).index(one.contender.kind))
-    shown = [one for one in everyone if one.measured.steps]
+    summaries = sorted(summarize(results, contenders), key=lambda summary: list(Kind).index(summary.contender.kind))
+    shown = [summary for summary in summaries if summary.measured.steps]
     if not shown:
         raise ReportError("no contender of this run has timed iterations: nothing to draw")
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(max(8.0, 1.0 * len(shown) + 1.5), 6.4))
-    most = max(one.p95_seconds for one in shown)
-    for place, one in enumerate(shown):
-        _draw_bar(axes, place, one)
+    largest_seconds = max(summary.p95_seconds for summary in shown)
+    for position, summary in enumerate(shown):
+        _draw_bar(axes, position, summary)
         axes.errorbar(
-            place,
-            one.seconds,
-            yerr=[[one.seconds - one.p5_seconds], [one.p95_seconds - one.seconds]],
+            position,
+            summary.seconds,
+            yerr=[[summary.seconds - summary.p5_seconds], [summary.p95_seconds - summary.seconds]],
             color="black",
             capsize=4,
             linewidth=1.2,
         )
-        ratio = "" if math.isnan(one.stock_ratio) else f"{one.stock_ratio:.2f}x"
-        lossy = "" if one.contender.is_lossless else "\nlossy"
-        weight = "bold" if one.contender.key == DEFAULT else "normal"
-        top = max(one.p95_seconds, one.seconds) + 0.012 * most
-        axes.text(place, top, f"{ratio}{lossy}", ha="center", va="bottom", fontsize=10, fontweight=weight,
+        ratio = "" if math.isnan(summary.stock_ratio) else f"{summary.stock_ratio:.2f}x"
+        lossy = "" if summary.contender.is_lossless else "\nlossy"
+        weight = "bold" if summary.contender.key == DEFAULT else "normal"
+        top = max(summary.p95_seconds, summary.seconds) + 0.012 * largest_seconds
+        axes.text(position, top, f"{ratio}{lossy}", ha="center", va="bottom", fontsize=10, fontweight=weight,
                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
-    if any(one.contender.key == FSDP2 for one in shown):
+    if any(summary.contender.key == FSDP2 for summary in shown):
         axes.axhline(median_seconds(results.of(FSDP2)), color="#4b5563", linewidth=0.8, linestyle=":", zorder=0)
-    axes.set_ylim(0, 1.13 * most)
+    axes.set_ylim(0, 1.13 * largest_seconds)
     axes.set_xlim(-0.6, len(shown) - 0.4)
     axes.set_ylabel("seconds of an iteration")
-    labels = [_wrapped(one.contender.label, 13) for one in shown]
+    labels = [_wrapped(summary.contender.label, 13) for summary in shown]
     axes.set_xticks(range(len(shown)), labels, fontsize=8.5)
     axes.tick_params(axis="x", length=0)
-    _name_groups(axes, [one.contender.kind for one in shown], max(label.count("\n") + 1 for label in labels))
+    _name_kinds(axes, [summary.contender.kind for summary in shown], max(label.count("\n") + 1 for label in labels))
     _add_parts_legend(axes)
     axes.spines[["top", "right"]].set_visible(False)
-    failed = [one.label for one in everyone if not one.measured.steps]
+    failed = [summary.label for summary in summaries if not summary.measured.steps]
     title = f"{results.setting.model}, {setting_text(results.setting)}: median iteration, 5th to 95th percentile, and x FSDP2"
     axes.set_title(title + (f"\nnot measured: {'; '.join(failed)}" if failed else ""), fontsize=11, pad=30)
     _save(plt, figure, path)
 
 
-def _draw_bar(axes: Any, place: int, one: Summary) -> None:
-    parts = {part: max(0.0, seconds) for part, seconds in one.part_seconds.items()}
+def _draw_bar(axes: Any, position: int, summary: Summary) -> None:
+    parts = {part: max(0.0, seconds) for part, seconds in summary.part_seconds.items()}
     total = sum(parts.values())
     bottom = 0.0
-    for part, color in zip(_PARTS, (*_SHADES[one.contender.kind], _CODEC_COLOR), strict=True):
-        height = parts[part] * one.seconds / total if total else 0.0
-        hatch = None if one.contender.is_lossless else "///"
-        axes.bar(place, height, bottom=bottom, width=0.72, color=color, hatch=hatch, edgecolor="white", linewidth=0.5)
+    for part, color in zip(_PARTS, (*_SHADES[summary.contender.kind], _CODEC_COLOR), strict=True):
+        height = parts[part] * summary.seconds / total if total else 0.0
+        hatch = None if summary.contender.is_lossless else "///"
+        axes.bar(
+            position, height, bottom=bottom, width=0.72, color=color, hatch=hatch, edgecolor="white", linewidth=0.5
+        )
         bottom += height
 
 
-def _name_groups(axes: Any, kinds: Sequence[Kind], num_lines: int) -> None:
-    """A line with a name below the labels of each group of bars."""
+def _name_kinds(axes: Any, kinds: Sequence[Kind], num_lines: int) -> None:
+    """Draws a line with the name of the kind below the labels of each kind of contender."""
     depth = -(18 + 12 * num_lines)
     for kind, members in groupby(enumerate(kinds), key=lambda pair: pair[1]):
-        places = [place for place, _ in members]
+        positions = [position for position, _ in members]
         color = _SHADES[kind][1]
         axes.plot(
-            [places[0] - 0.4, places[-1] + 0.4], [0, 0], color=color, linewidth=3, transform=_points_below(axes, depth),
+            [positions[0] - 0.4, positions[-1] + 0.4], [0, 0], color=color, linewidth=3, transform=_points_below(axes, depth),
             clip_on=False, solid_capstyle="butt",
         )  # fmt: skip
         axes.text(
-            (places[0] + places[-1]) / 2, 0, _GROUPS[kind], color=_SHADES[kind][0], ha="center", va="top", fontsize=10,
-            fontweight="bold", transform=_points_below(axes, depth - 5),
+            (positions[0] + positions[-1]) / 2, 0, _KIND_NAMES[kind], color=_SHADES[kind][0], ha="center", va="top",
+            fontsize=10, fontweight="bold", transform=_points_below(axes, depth - 5),
         )  # fmt: skip
 
 
 def _points_below(axes: Any, points: float) -> Any:
-    """x in data, y from the foot of the axes, moved by `points`: labels are as tall in a large picture as in a small one."""
+    """Returns the transform with x in data units, and y `points` above the foot of the axes: tick labels keep their height in
+    pictures of any size."""
     from matplotlib.transforms import ScaledTranslation
 
     return axes.get_xaxis_transform() + ScaledTranslation(0, points / 72, axes.figure.dpi_scale_trans)
@@ -146,7 +149,7 @@ def draw_ablation(
     ablation: Sequence[tuple[str, str]] = ABLATION,
     contenders: Mapping[str, Contender] = CONTENDERS,
 ) -> None:
-    """Bars of cumulative speed-ups over stock FSDP2, from left to right; what was not run says why."""
+    """Draws bars of cumulative speed-ups over stock FSDP2, from left to right; a step without one shows its reason."""
     steps = ablation_steps(results, ablation, contenders)
     known = [step.speedup for step in steps if step.reason is None]
     if not known:
@@ -155,15 +158,15 @@ def draw_ablation(
     figure, axes = plt.subplots(figsize=(max(7.0, 1.25 * (len(steps) + 1)), 4.6))
     axes.bar(0, 1, width=0.66, color=_SHADES[Kind.STOCK][1])
     axes.text(0, 1, f"{median_seconds(results.of(FSDP2)):.2f} s", ha="center", va="bottom", fontsize=10)
-    for place, step in enumerate(steps, start=1):
+    for position, step in enumerate(steps, start=1):
         if step.reason is None:
-            axes.bar(place, step.speedup, width=0.66, color=_SHADES[Kind.OURS][1])
-            axes.text(place, step.speedup, f"{step.speedup:.2f}x", ha="center", va="bottom", fontsize=10)
+            axes.bar(position, step.speedup, width=0.66, color=_SHADES[Kind.OURS][1])
+            axes.text(position, step.speedup, f"{step.speedup:.2f}x", ha="center", va="bottom", fontsize=10)
         else:
             lines = _lines(f"n/a: {step.reason}", 18)
             text = "\n".join(lines[:6]) + (" ..." if len(lines) > 6 else "")
             axes.text(
-                place,
+                position,
                 0.03,
                 text,
                 ha="center",
@@ -189,13 +192,20 @@ def draw_ablation(
 
 
 def draw_losses(results: Results, path: Path, contenders: Mapping[str, Contender] = CONTENDERS) -> None:
-    """Losses of a round: those with other bits than FSDP2 by name, against FSDP2; the difference on a symlog scale."""
+    """Draws the losses of a round, and their differences from FSDP2's on a symlog scale.
+
+    Contenders with other bits than FSDP2 have a line each, with their label; all with the same bits share one.
+    """
     stock = results.of(FSDP2)
     if stock is None or not stock.losses:
         raise ReportError("FSDP2 has no losses in this run: nothing to draw them against")
-    others = [one for one in summarize(results, contenders) if one.measured.losses and one.contender.key != FSDP2]
-    same = [one for one in others if one.has_stock_bits]
-    drifting = [one for one in others if not one.has_stock_bits]
+    others = [
+        summary
+        for summary in summarize(results, contenders)
+        if summary.measured.losses and summary.contender.key != FSDP2
+    ]
+    same = [summary for summary in others if summary.has_stock_bits]
+    drifting = [summary for summary in others if not summary.has_stock_bits]
     plt = _pyplot()
     figure, (losses, drift) = plt.subplots(1, 2, figsize=(13, 4.6))
     losses.plot(stock.losses, color=_SHADES[Kind.STOCK][2], linewidth=6, label="FSDP2", solid_capstyle="round")
@@ -206,11 +216,11 @@ def draw_losses(results: Results, path: Path, contenders: Mapping[str, Contender
                 values, color="black", linewidth=1, linestyle="--", label=named if axes is losses else None, zorder=5
             )
     smallest = math.inf
-    for one, color in zip(drifting, _cycled(len(drifting)), strict=True):
-        losses.plot(one.measured.losses, color=color, linewidth=1.3, marker=".", label=one.label)
-        away = [ours - theirs for ours, theirs in zip(one.measured.losses, stock.losses, strict=False)]
-        drift.plot(away, color=color, linewidth=1.3, marker=".")
-        smallest = min([smallest, *(abs(value) for value in away if value)])
+    for summary, color in zip(drifting, _cycled(len(drifting)), strict=True):
+        losses.plot(summary.measured.losses, color=color, linewidth=1.3, marker=".", label=summary.label)
+        differences = [ours - theirs for ours, theirs in zip(summary.measured.losses, stock.losses, strict=False)]
+        drift.plot(differences, color=color, linewidth=1.3, marker=".")
+        smallest = min([smallest, *(abs(value) for value in differences if value)])
     drift.set_yscale("symlog", linthresh=_power_of_ten(smallest))
     drift.axhline(0, color=_SHADES[Kind.STOCK][2], linewidth=1, zorder=0)
     losses.set_ylabel("loss")
@@ -226,9 +236,9 @@ def draw_losses(results: Results, path: Path, contenders: Mapping[str, Contender
 
 
 def draw_rates(runs: Sequence[Results], path: Path, contenders: Mapping[str, Contender] = CONTENDERS) -> None:
-    """Ratio to FSDP2 by link rate, for everything of ours and for FSDP2 that keeps its parameters.
+    """Draws the ratio to FSDP2 by link rate, for all of ours and for FSDP2 that keeps its parameters gathered.
 
-    Runs of the same rate are all marked, and the line goes through their mean. Raises `ReportError` also if the runs differ in
+    Each run has a mark, and lines go through the mean of all runs of a rate. Also raises `ReportError` if the runs differ in
     hosts, ranks or model.
     """
     settings = {(run.setting.hosts, run.setting.ranks_per_host, run.setting.model) for run in runs}
@@ -237,10 +247,11 @@ def draw_rates(runs: Sequence[Results], path: Path, contenders: Mapping[str, Con
     rates = sorted({run.setting.rate for run in runs}, key=_bytes_per_second)
     points: dict[str, list[tuple[int, float]]] = {}
     for run in runs:
-        for one in summarize(run, contenders):
-            is_shown = one.contender.kind is Kind.OURS or one.contender.key == KEEP
-            if is_shown and not math.isnan(one.stock_ratio):
-                points.setdefault(one.contender.key, []).append((rates.index(run.setting.rate), one.stock_ratio))
+        for summary in summarize(run, contenders):
+            is_shown = summary.contender.kind is Kind.OURS or summary.contender.key == KEEP
+            if is_shown and not math.isnan(summary.stock_ratio):
+                point = (rates.index(run.setting.rate), summary.stock_ratio)
+                points.setdefault(summary.contender.key, []).append(point)
     if not points:
         raise ReportError("no ratio to FSDP2 of ours was measured: nothing to draw")
     plt = _pyplot()
@@ -248,9 +259,9 @@ def draw_rates(runs: Sequence[Results], path: Path, contenders: Mapping[str, Con
     keys = sorted(points, key=lambda key: -points[key][0][1])
     for number, key in enumerate(keys):
         color = {DEFAULT: "black", KEEP: _SHADES[Kind.STOCK][1]}.get(key, _LINE_COLORS[number % len(_LINE_COLORS)])
-        places = sorted({place for place, _ in points[key]})
-        means = [fmean(ratio for at, ratio in points[key] if at == place) for place in places]
-        axes.plot(places, means, color=color, linewidth=2.6 if key == DEFAULT else 1.3, label=contenders[key].label,
+        positions = sorted({position for position, _ in points[key]})
+        means = [fmean(ratio for x, ratio in points[key] if x == position) for position in positions]
+        axes.plot(positions, means, color=color, linewidth=2.6 if key == DEFAULT else 1.3, label=contenders[key].label,
                   linestyle="--" if key == KEEP else "-")  # fmt: skip
         axes.scatter(*zip(*points[key], strict=True), color=color, s=18, marker="osD^v"[number % 5], zorder=3)
     axes.axhline(1, color="#4b5563", linewidth=1)
@@ -282,7 +293,7 @@ def _save(plt: Any, figure: Any, path: Path) -> None:
 
 
 def _lines(text: str, width: int) -> list[str]:
-    """Text broken behind blanks and "_", "=", "-", "/", ".", into lines of `width` characters where its words allow it."""
+    """Breaks a text after blanks and any of `_=-/.`, into lines of at most `width` characters unless a word is longer."""
     lines = [""]
     for word in re.findall(r"[^\s_=\-/.]*(?:[\s_=\-/.]+|$)", text):
         if lines[-1] and len(lines[-1]) + len(word.rstrip()) > width:
@@ -300,7 +311,7 @@ def _cycled(num_lines: int) -> list[str]:
 
 
 def _power_of_ten(value: float) -> float:
-    """The largest power of ten that is not above `value`; 1e-6 where there is no drift at all."""
+    """Returns the largest power of ten that is not above `value`; 1e-6 for infinity, which stands for no drift at all."""
     return float(10 ** math.floor(math.log10(value))) if math.isfinite(value) else 1e-6
 
 

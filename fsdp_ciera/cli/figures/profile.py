@@ -219,17 +219,17 @@ def _subplots(count: int, **arguments: Any) -> tuple[Any, Any]:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, count, layout="constrained", **arguments)
-    for one in axes if count > 1 else [axes]:
-        one.spines[["top", "right"]].set_visible(False)
-        one.grid(alpha=0.25, linewidth=0.6)
-        one.set_axisbelow(True)
+    for panel in axes if count > 1 else [axes]:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25, linewidth=0.6)
+        panel.set_axisbelow(True)
     return figure, axes
 
 
-def _titled(figure: Any, profile: Profile, what: str) -> Any:
+def _titled(figure: Any, profile: Profile, heading: str) -> Any:
     steps = "" if profile.steps is None else f", averages of steps {profile.steps[0]} to {profile.steps[1]}"
     ranks = f"{profile.world_size} rank{'s' if profile.world_size > 1 else ''}"
-    figure.suptitle(f"{what}\n{profile.model}, {profile.dtype}, {ranks}{steps}", fontsize=12)
+    figure.suptitle(f"{heading}\n{profile.model}, {profile.dtype}, {ranks}{steps}", fontsize=12)
     return figure
 
 
@@ -244,7 +244,7 @@ def _plain_percent(axis: Any) -> None:
 
 
 def _names(profile: Profile) -> list[str]:
-    """The categories that the figures show, and all of them together."""
+    """The categories that the figures show, and `"all"`."""
     return list(profile.rates or profile.series[-1].rates)
 
 

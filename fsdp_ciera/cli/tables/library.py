@@ -1,4 +1,4 @@
-"""What the library's own objects say, as tables: plans, counts and estimates."""
+"""Tables of plans, of statistics and of memory estimates."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from fsdp_ciera.units import format_in
 
 
 def plan_table(plan: Plan, title: str = "fsdp_ciera: the plan") -> Table:
-    """One line for each category and codec, bytes and milliseconds of a step."""
+    """One row for each category and codec of `plan`: bytes and milliseconds of a step."""
     link = "" if plan.link is None else f"; slowest link {plan.link}"
     budget = "without limit" if plan.budget_bytes is None else f"at most {decimal(plan.budget_bytes)}"
-    made = Table(title=title, caption=f"rates: {plan.table} at LR {plan.learning_rate:g}{link}; caches: {budget}")
+    table = Table(title=title, caption=f"rates: {plan.table} at LR {plan.learning_rate:g}{link}; caches: {budget}")
     for column in ("category", "codec"):
-        made.add_column(column)
+        table.add_column(column)
     for column in ("shards", "raw", "sent", "in node", "caches", "gain"):
-        made.add_column(column, justify="right")
+        table.add_column(column, justify="right")
     for row in plan.rows:
-        made.add_row(row.category, row.codec, *_cells(row, row.num_shards))
-    made.add_section()
-    made.add_row("heads, agreements", "", "", "", decimal(int(plan.overhead_bytes)))
-    made.add_row("all", "", *_cells(plan, sum(row.num_shards for row in plan.rows)), style="bold")
-    return made
+        table.add_row(row.category, row.codec, *_cells(row, row.num_shards))
+    table.add_section()
+    table.add_row("heads, agreements", "", "", "", decimal(int(plan.overhead_bytes)))
+    table.add_row("all", "", *_cells(plan, sum(row.num_shards for row in plan.rows)), style="bold")
+    return table
 
 
 def stats_table(stats: CieraStats, title: str = "fsdp_ciera") -> Table:
-    """The breakdowns."""
+    """One row for each category, codec, phase and link: raw and sent megabytes, and their ratio."""
     table = Table(title=title)
     for column in ("", "raw MB", "wire MB", "raw / wire"):
         table.add_column(column, justify="right" if column else "left")
@@ -55,7 +55,7 @@ def stats_table(stats: CieraStats, title: str = "fsdp_ciera") -> Table:
 
 
 def memory_table(estimate: MemoryEstimate, title: str = "fsdp_ciera: memory of each rank") -> Table:
-    """The caches by category and codec, and the buffers."""
+    """The caches by category and by codec, the outputs that are held, and the buffers, in MiB."""
     table = Table(title=title)
     table.add_column("")
     table.add_column("shards MiB", justify="right")
@@ -77,7 +77,7 @@ def memory_table(estimate: MemoryEstimate, title: str = "fsdp_ciera: memory of e
 
 
 def _cells(amounts: Plan | PlanRow, num_shards: int) -> list[str]:
-    """Of one line of the table: bytes and milliseconds of a step."""
+    """The cells of one row of the plan's table: shards, bytes and milliseconds of a step."""
     return [
         str(num_shards),
         decimal(int(amounts.raw_bytes)),

@@ -18,10 +18,10 @@ def table_of(
     left: Sequence[Hashable] = (),
     section_after: Sequence[int] = (),
 ) -> Table:
-    """A table of texts with numbers to the right; `left`: the columns of words. A line follows the rows `section_after`."""
-    made = Table(title=title) if box is None else Table(title=title, box=box)
+    """Returns a table of texts. Columns in `left` align left, all others right. A line follows each row in `section_after`."""
+    table = Table(title=title) if box is None else Table(title=title, box=box)
     for heading in headings:
-        made.add_column(str(heading), justify="left" if heading in left else "right", no_wrap=heading not in left)
+        table.add_column(str(heading), justify="left" if heading in left else "right", no_wrap=heading not in left)
     for number, row in enumerate(rows):
-        made.add_row(*row, end_section=number in section_after)
-    return made
+        table.add_row(*row, end_section=number in section_after)
+    return table

@@ -24,7 +24,7 @@ from fsdp_ciera.bench.report import (
     write_steps_csv,
 )
 from fsdp_ciera.bench.results import Results
-from fsdp_ciera.bench.run import cluster_of, measure
+from fsdp_ciera.bench.run import cluster_of, measure_contenders
 from fsdp_ciera.cli.bench_e2e import E2EOptions
 from fsdp_ciera.cli.tables.bench_e2e import ablation_table, comparison_table, print_report, print_verdicts
 from fsdp_ciera.errors import NetnsError, RankError
@@ -33,23 +33,26 @@ _LEAST_WIDTH = 120  # the tables'
 
 
 def run_e2e(options: E2EOptions) -> int:
-    """Returns 0; 1 where bits differ that must not; 2, with one line on stderr, when nothing could be measured."""
+    """Measures and reports. Returns the exit code: 0, or 1 if bits differ that must not.
+
+    Returns 2, with one line on stderr, if nothing can be measured.
+    """
     run = options.settings
     try:
         contenders = chosen(options.contenders or None)
-        cluster_of(run)  # a wrong rate or number of hosts is said before anything is prepared
+        cluster_of(run)  # reports a wrong rate or number of hosts before anything is prepared
         if not run.loopback:
             check_available()
     except (ValueError, NetnsError) as error:
         return _say(error, run)
     console = Console(width=max(Console().width, _LEAST_WIDTH))
     able = []
-    for one in contenders:
-        reason = one.lacks(run.hosts, run.ranks_per_host)
+    for contender in contenders:
+        reason = contender.lacks(run.hosts, run.ranks_per_host)
         if reason is None:
-            able.append(one)
+            able.append(contender)
         else:
-            console.print(f"left out: {one.label}: {reason}", style="yellow", highlight=False)
+            console.print(f"left out: {contender.label}: {reason}", style="yellow", highlight=False)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, which accelerate imports, looks for one and warns
     console.print("preparing the model ...")
     model = prepare(options.job_folder or options.output / "job")
@@ -58,7 +61,7 @@ def run_e2e(options: E2EOptions) -> int:
     try:
         with Progress(*columns, console=console) as bar:
             task = bar.add_task("starting the ranks", total=None)
-            results, traces = measure(
+            results, traces = measure_contenders(
                 run,
                 model,
                 able,
@@ -70,7 +73,7 @@ def run_e2e(options: E2EOptions) -> int:
 
 
 def report(results: Results, traces: dict[str, object], output: Path, console: Console) -> int:
-    """Prints and writes everything -> the exit code."""
+    """Prints and writes everything. Returns the exit code."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "results.json").write_text(results.to_json())
     write_csv(results, output / "results.csv")
@@ -80,8 +83,8 @@ def report(results: Results, traces: dict[str, object], output: Path, console: C
         (output / "traces" / f"{key}.json").write_text(json.dumps(trace, indent=1) + "\n")
     print_report(console, results)
     console.print(ablation_table(results))
-    found = verdicts(results)
-    print_verdicts(console, found)
+    all_verdicts = verdicts(results)
+    print_verdicts(console, all_verdicts)
     try:
         from fsdp_ciera.cli.figures.bench_e2e import draw_ablation, draw_iterations, draw_losses
 
@@ -94,19 +97,19 @@ def report(results: Results, traces: dict[str, object], output: Path, console: C
     console.print(
         f"see {output}/results.json, results.csv, steps.csv, traces, iterations.png, ablation.png, losses.png"
     )
-    return exit_code(found)
+    return exit_code(all_verdicts)
 
 
 def run_compare(paths: Sequence[Path], plot: Path | None) -> int:
-    """Returns 0; 1 if two runs do not agree; 2 for files that are no results."""
+    """Compares runs. Returns the exit code: 0, 1 if two runs do not agree, or 2 for files that are not results."""
     console = Console(width=max(Console().width, _LEAST_WIDTH))
     try:
         runs = [Results.load(path) for path in paths]
         agree = True
         if len(runs) == 2:
-            found = compare(*runs)
-            console.print(comparison_table(found))
-            agree = found.agrees
+            comparison = compare(*runs)
+            console.print(comparison_table(comparison))
+            agree = comparison.agrees
         if plot is not None:
             from fsdp_ciera.cli.figures.bench_e2e import draw_rates
 

@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fsdp_ciera.bench.gather_cells import Cell
-from fsdp_ciera.bench.gather_rank import ONE_UNIT_SHARE, Job
+from fsdp_ciera.bench.gather_rank import ONE_UNIT_SHARE, GatherJob
 from fsdp_ciera.bench.local import LocalCluster
 from fsdp_ciera.bench.machine import num_cores
-from fsdp_ciera.bench.netns import MAX_HOSTS, Cluster, burst_bytes
-from fsdp_ciera.bench.ranks import Hosts, Run
+from fsdp_ciera.bench.netns import MAX_HOSTS, NetnsCluster, burst_bytes
+from fsdp_ciera.bench.ranks import Hosts, RankProcesses
 from fsdp_ciera.cli.bench_gather import GatherOptions
 from fsdp_ciera.cli.tables.bench_gather import write_report
 from fsdp_ciera.codecs import CODECS
@@ -39,11 +39,11 @@ _TABLE_WIDTH = 120
 _SECONDS_WITHOUT_A_CELL = 1200.0
 _START_SECONDS = 10.0
 _PLAIN_BYTES_PER_SECOND, _CODEC_BYTES_PER_SECOND = 5e8, 2.5e8
-"""Of one core, for the estimate alone: gathered bytes of all ranks that it moves, and that it encodes or decodes."""
+"""Speeds of one core, only for the estimate: gathered bytes of all ranks that it moves, and that it encodes or decodes."""
 
 
 def check(options: GatherOptions) -> None:
-    """Raises `GatherError` for what is not allowed."""
+    """Raises `GatherError` for options that are not allowed."""
     if not 1 <= options.hosts <= MAX_HOSTS or options.ranks_per_host < 1 or options.num_ranks < 2:
         raise GatherError(
             f"--hosts {options.hosts} --ranks-per-host {options.ranks_per_host}: a gather needs at least 2 ranks on 1 to "
@@ -80,9 +80,9 @@ def check(options: GatherOptions) -> None:
         raise GatherError(f"--repeats {options.repeats} must be at least 1")
 
 
-def job_of(options: GatherOptions, rate: str | None) -> Job:
-    """What the ranks do at this link speed."""
-    return Job(
+def job_of(options: GatherOptions, rate: str | None) -> GatherJob:
+    """Returns what the ranks measure at this link speed."""
+    return GatherJob(
         sizes_bytes=options.sizes_bytes,
         repeats=tuple(map(options.repeats_of, options.sizes_bytes)),
         changed_percents=options.changes,
@@ -92,8 +92,11 @@ def job_of(options: GatherOptions, rate: str | None) -> Job:
 
 
 def run_gather(options: GatherOptions) -> int:
-    """Measures and reports. Returns the exit code: 1 when a gather differed from the plain one or a rank failed, 2 when
-    network namespaces are not to be had; said in one line on stderr. Raises `GatherError` for options that are not allowed."""
+    """Measures and reports. Returns the exit code: 0, or 1 if a gather differed from the plain one or a rank failed.
+
+    Returns 2 if network namespaces are not available or the files cannot be written. One line on stderr says why. Raises
+    `GatherError` for options that are not allowed.
+    """
     check(options)
     console = Console()
     if not console.is_terminal:
@@ -101,7 +104,7 @@ def run_gather(options: GatherOptions) -> int:
     estimate = sum(estimated_seconds(options, rate) for rate in options.rates)
     console.print(f"about {max(1, round(estimate / 60))} min, on a machine that does nothing else", highlight=False)
     try:
-        cells = measure(options, console)
+        cells = measure_cells(options, console)
     except NetnsError as error:
         print(f"ciera: {error}; --loopback needs none, and has no links to limit", file=sys.stderr)
         return 2
@@ -111,15 +114,15 @@ def run_gather(options: GatherOptions) -> int:
     try:
         setting = setting_of(options)
         write_report(cells, setting, options.output, console)
-        written = ["gathers.csv", "gathers.json"]
+        written_names = ["gathers.csv", "gathers.json"]
         try:
             from fsdp_ciera.cli.figures.bench_gather import draw
 
             draw(cells, setting, options.output / "gathers.png")
-            written.append("gathers.png")
+            written_names.append("gathers.png")
         except ImportError:
             console.print("no picture: it needs matplotlib (pip install 'fsdp-ciera[plot]')", markup=False)
-        text = f"written to {options.output}: {', '.join(written)}"
+        text = f"written to {options.output}: {', '.join(written_names)}"
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     except OSError as error:
         print(f"ciera: --out: {str(options.output)!r} cannot be written: {error.strerror}", file=sys.stderr)
@@ -131,37 +134,39 @@ def run_gather(options: GatherOptions) -> int:
     return 1 if wrong else 0
 
 
-def measure(options: GatherOptions, console: Console) -> list[Cell]:
-    """All cells, rate by rate. Raises `NetnsError`, `RankError`, or `TimeoutError` where nothing gets on."""
+def measure_cells(options: GatherOptions, console: Console) -> list[Cell]:
+    """Measures all cells, rate by rate. Raises `NetnsError`, `RankError`, or `TimeoutError` if no cell comes for long."""
     cells: list[Cell] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
-        total = sum(estimated_seconds(options, rate) for rate in options.rates)
-        task = progress.add_task("", total=total)
+        total_seconds = sum(estimated_seconds(options, rate) for rate in options.rates)
+        task = progress.add_task("", total=total_seconds)
         for rate in options.rates:
             progress.update(task, description=f"{format_host_rate(rate)}: starting {options.num_ranks} ranks")
 
-            def note(done: int, rate: str | None = rate) -> None:
-                place = done // len(options.codecs)
-                size = options.sizes_bytes[min(place // len(options.changes), len(options.sizes_bytes) - 1)]
-                percent = options.changes[place % len(options.changes)]
-                spent = sum(
+            def note(num_done: int, rate: str | None = rate) -> None:
+                index = num_done // len(options.codecs)  # of the size and share that are measured now
+                size_bytes = options.sizes_bytes[min(index // len(options.changes), len(options.sizes_bytes) - 1)]
+                percent = options.changes[index % len(options.changes)]
+                spent_seconds = sum(
                     _cell_seconds(options, rate, options.sizes_bytes[i // len(options.changes)],
                                   options.changes[i % len(options.changes)])
-                    for i in range(place)
+                    for i in range(index)
                 )  # fmt: skip
-                earlier = sum(estimated_seconds(options, r) for r in options.rates[: options.rates.index(rate)])
-                text = f"{format_host_rate(rate)}: {format_bytes(size)}, {percent:g} % changed"
-                progress.update(task, description=text, completed=earlier + _START_SECONDS + spent)
+                earlier_rates = options.rates[: options.rates.index(rate)]
+                earlier_seconds = sum(estimated_seconds(options, earlier_rate) for earlier_rate in earlier_rates)
+                text = f"{format_host_rate(rate)}: {format_bytes(size_bytes)}, {percent:g} % changed"
+                completed_seconds = earlier_seconds + _START_SECONDS + spent_seconds
+                progress.update(task, description=text, completed=completed_seconds)
 
             with _hosts(options, rate) as hosts:
                 cells += _measure_at(hosts, options, rate, note)
-        progress.update(task, description="measured", completed=total)
+        progress.update(task, description="measured", completed=total_seconds)
     return cells
 
 
 def _hosts(options: GatherOptions, rate: str | None) -> Hosts:
-    return LocalCluster(options.hosts) if options.loopback else Cluster(options.hosts, rate)
+    return LocalCluster(options.hosts) if options.loopback else NetnsCluster(options.hosts, rate)
 
 
 def _measure_at(hosts: Hosts, options: GatherOptions, rate: str | None, note: Callable[[int], None]) -> list[Cell]:
@@ -169,25 +174,27 @@ def _measure_at(hosts: Hosts, options: GatherOptions, rate: str | None, note: Ca
     with tempfile.TemporaryDirectory(prefix="ciera-gather-") as folder:
         path = Path(folder) / "outcomes"
         argv = [sys.executable, "-m", "fsdp_ciera.bench.gather_rank", job_of(options, rate).to_json(), str(path)]
-        run = hosts.start(argv, ranks_per_host=options.ranks_per_host)
-        lines = _await_lines(path, num_outcomes, run, note)
-        run.wait(60)
+        processes = hosts.start(argv, ranks_per_host=options.ranks_per_host)
+        lines = _await_lines(path, num_outcomes, processes, note)
+        processes.wait(60)
     return [_cell(rate, json.loads(line)) for line in lines]
 
 
-def _await_lines(path: Path, number: int, run: Run, note: Callable[[int], None]) -> list[str]:
-    """The lines that rank 0 writes, once all have come; tells `note` how many there are."""
+def _await_lines(path: Path, num_lines: int, processes: RankProcesses, note: Callable[[int], None]) -> list[str]:
+    """Waits until rank 0 has written all lines, and returns them. Calls `note` with their number whenever it grows."""
     lines: list[str] = []
     last_news = time.monotonic()
-    while len(lines) < number:
-        run.raise_if_failed()
-        found = path.read_text(encoding="utf-8") if path.exists() else ""
-        complete = found[: found.rfind("\n") + 1].splitlines()
-        if len(complete) > len(lines):
-            lines, last_news = complete, time.monotonic()
+    while len(lines) < num_lines:
+        processes.raise_if_failed()
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        complete_lines = text[: text.rfind("\n") + 1].splitlines()
+        if len(complete_lines) > len(lines):
+            lines, last_news = complete_lines, time.monotonic()
             note(len(lines))
         elif time.monotonic() - last_news > _SECONDS_WITHOUT_A_CELL:
-            raise TimeoutError(f"no cell was measured for {_SECONDS_WITHOUT_A_CELL:g} s ({len(lines)} of {number} are)")
+            raise TimeoutError(
+                f"no cell was measured for {_SECONDS_WITHOUT_A_CELL:g} s ({len(lines)} of {num_lines} are)"
+            )
         time.sleep(0.1)
     return lines
 
@@ -198,7 +205,7 @@ def _cell(rate: str | None, outcome: dict[str, Any]) -> Cell:
 
 
 def setting_of(options: GatherOptions) -> dict[str, Any]:
-    """Where and how it is measured, as JSON values."""
+    """Returns where and how gathers are measured, as JSON values."""
     return {
         "hosts": options.hosts,
         "ranks_per_host": options.ranks_per_host,
@@ -212,7 +219,7 @@ def setting_of(options: GatherOptions) -> dict[str, Any]:
 
 
 def estimated_seconds(options: GatherOptions, rate: str | None) -> float:
-    """About how long all cells at one link speed take, from formulas and rough speeds of a core."""
+    """Estimates how long all cells at one link speed take, from formulas and rough speeds of a core."""
     cells = [(size, percent) for size in options.sizes_bytes for percent in options.changes]
     return _START_SECONDS + sum(_cell_seconds(options, rate, size, percent) for size, percent in cells)
 
@@ -232,14 +239,14 @@ def _cell_seconds(options: GatherOptions, rate: str | None, size_bytes: int, cha
     return rounds * (link_seconds + core_seconds + 0.01 * len(shares))
 
 
-def _expected_share(codec: str, changed: float) -> float:
-    """Sent bytes / plain ones, about."""
+def _expected_share(codec: str, changed_share: float) -> float:
+    """Estimates the sent bytes as a share of those of a plain gather."""
     if codec == "value_delta":
-        bits = changed * (1 + _entropy(ONE_UNIT_SHARE) / ONE_UNIT_SHARE) + _entropy(changed)
-        return bits / 16
+        bits_per_value = changed_share * (1 + _entropy(ONE_UNIT_SHARE) / ONE_UNIT_SHARE) + _entropy(changed_share)
+        return bits_per_value / 16
     return {"raw": 1.0, "entropy": 0.67}.get(codec, 0.55)
 
 
 def _entropy(share: float) -> float:
-    rest: Sequence[float] = (share, 1 - share)
-    return -sum(part * math.log2(part) for part in rest if part > 0)
+    probabilities: Sequence[float] = (share, 1 - share)
+    return -sum(probability * math.log2(probability) for probability in probabilities if probability > 0)

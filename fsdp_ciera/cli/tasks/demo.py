@@ -34,7 +34,7 @@ _TEXT_BYTES = 400_000
 
 def run_demo(options: DemoOptions) -> int:
     """Prepares, trains twice on `options.ranks` local ranks and reports. Returns 0, or 1 when a bit differs."""
-    CieraPolicy(codecs=(options.codec,))  # an unknown name is said before anything is prepared
+    CieraPolicy(codecs=(options.codec,))  # refuses an unknown name before anything is prepared
     if is_rank():
         return _run_rank(options)
     console = Console()
@@ -72,7 +72,7 @@ def demo_recipe(options: DemoOptions, run: str) -> Recipe:
 def summarize(
     options: DemoOptions, model: DemoModel, stock: TrainResult, ciera: TrainResult, same_parameters: bool
 ) -> dict[str, Any]:
-    """What `summary.json` holds. Bytes are those of rank 0."""
+    """The contents of `summary.json`. Bytes are those of rank 0."""
     assert ciera.stats is not None
     same_losses = stock.losses == ciera.losses and stock.grad_norms == ciera.grad_norms
     return {
@@ -108,9 +108,9 @@ def _run_rank(options: DemoOptions) -> int:
             Console().rule("stock FSDP2" if run == "stock" else f"fsdp_ciera, {options.codec}")
         results[run] = train(demo_recipe(options, run), show=Progress)
     stock, ciera = results["stock"], results["ciera"]
-    same: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(same, stock.final_parameters_digest == ciera.final_parameters_digest)
-    summary = summarize(options, prepare_demo_model(_model_folder(options)), stock, ciera, all(same))
+    have_same_parameters: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(have_same_parameters, stock.final_parameters_digest == ciera.final_parameters_digest)
+    summary = summarize(options, prepare_demo_model(_model_folder(options)), stock, ciera, all(have_same_parameters))
     if rank == 0:
         _report(options, summary)
     dist.barrier()

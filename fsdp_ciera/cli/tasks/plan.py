@@ -1,4 +1,4 @@
-"""`ciera plan`: what would it bring me? A model by name or folder, a cluster in numbers, and no GPU.
+"""`ciera plan`: forecasts what fsdp_ciera brings a model, given by name or folder, on a cluster, given in numbers. No GPU.
 
 model on "meta"  +  cluster, codec costs, change rates  ->  fsdp_ciera.planning.forecast  ->  tables, picture, JSON
 """
@@ -31,12 +31,12 @@ from fsdp_ciera.units import format_in
 
 THIS_MACHINE = "this-machine"
 _WIDTH = 120
-"""Of tables that go to a file or pipe."""
+"""Characters in a line of tables that go to a file or pipe."""
 
 
 def run_plan(options: PlanOptions) -> int:
-    """Plans and shows; returns the exit code 0. Raises `CieraPolicyError`, `CieraFileError`, `UnitError` or
-    `MissingPackageError` for what is not allowed or not there."""
+    """Plans, shows the plan, and returns the exit code 0. Raises `CieraPolicyError`, `CieraFileError`, `UnitError` or
+    `MissingPackageError` for an option that is not allowed, and for a file or package that is missing."""
     changes: dict[str, Any] = {
         "cache_budget": None if options.budget == "none" else options.budget,
         "learning_rate": options.lr,
@@ -54,7 +54,7 @@ def run_plan(options: PlanOptions) -> int:
     )
     costs, costs_note = codec_costs(options.costs, policy)
     table, notes = (load_table(options.table), ()) if options.table else table_for_model(options.model)
-    found = forecast(
+    projection = forecast(
         meta_model(options.model),
         policy,
         cluster,
@@ -63,20 +63,20 @@ def run_plan(options: PlanOptions) -> int:
         table=table,
         reduce_dtype=getattr(torch, options.reduce_dtype),
     )
-    notes = (costs_note, *notes, *found.notes)
+    notes = (costs_note, *notes, *projection.notes)
     if options.json_path == "-":
-        print(json.dumps(_as_json(options, found, notes), indent=2))
+        print(json.dumps(_as_json(options, projection, notes), indent=2))
     else:
-        _show(options, found, notes)
+        _show(options, projection, notes)
         if options.json_path is not None:
-            text = json.dumps(_as_json(options, found, notes), indent=2) + "\n"
+            text = json.dumps(_as_json(options, projection, notes), indent=2) + "\n"
             try:
                 Path(options.json_path).write_text(text)
             except OSError as error:
                 raise CieraFileError(f"--json: {options.json_path!r} cannot be written: {error.strerror}") from None
     if options.plot is not None:
         try:
-            draw_plan(options.model, found, options.plot)
+            draw_plan(options.model, projection, options.plot)
         except ImportError:
             raise MissingPackageError("--plot needs matplotlib: pip install 'fsdp-ciera[plot]'") from None
         except OSError as error:
@@ -98,18 +98,18 @@ def meta_model(name: str) -> nn.Module:
         raise MissingPackageError("`ciera plan` needs transformers: pip install 'fsdp-ciera[recipes]'") from None
     with torch.device("meta"):
         if name in MODELS:
-            made: nn.Module = MODELS[name].model_class()(MODELS[name].config())
-            return made
-        prepare_transformers()  # imports what only we know
+            model: nn.Module = MODELS[name].model_class()(MODELS[name].config())
+            return model
+        prepare_transformers()  # registers the models that only recipes know
         if not (Path(name) / "config.json").is_file():
             raise CieraFileError(
                 f"model {name!r} is neither a folder with a config.json nor one of {', '.join(sorted(MODELS))}"
             )
         try:
-            made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name, local_files_only=True))
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name, local_files_only=True))
         except (OSError, ValueError) as error:
             raise CieraFileError(f"model {name!r} cannot be read: {str(error).partition(chr(10))[0]}") from None
-        return made
+        return model
 
 
 def _link(option: str, text: str) -> Link:
@@ -120,7 +120,8 @@ def _link(option: str, text: str) -> Link:
 
 
 def codec_costs(name: str, policy: CieraPolicy) -> tuple[Mapping[str, CodecCost], str]:
-    """A machine's codec costs by name, this machine's, or those of a JSON file; and where they come from, in words."""
+    """Codec costs and a note that says where they come from. `name` is a machine of `MACHINES`, `"this-machine"` or the path of
+    a JSON file. Raises `CieraFileError` if it is none of these, or if the file lacks a codec of the policy."""
     if name in MACHINES:
         return MACHINES[
             name
@@ -143,31 +144,32 @@ def codec_costs(name: str, policy: CieraPolicy) -> tuple[Mapping[str, CodecCost]
     return costs, f"codec costs: {name}"
 
 
-def _as_json(options: PlanOptions, found: Forecast, notes: tuple[str, ...]) -> dict[str, Any]:
-    return {"model": options.model, **found.to_dict(), "notes": list(notes)}
+def _as_json(options: PlanOptions, projection: Forecast, notes: tuple[str, ...]) -> dict[str, Any]:
+    return {"model": options.model, **projection.to_dict(), "notes": list(notes)}
 
 
-def _show(options: PlanOptions, found: Forecast, notes: tuple[str, ...]) -> None:
+def _show(options: PlanOptions, projection: Forecast, notes: tuple[str, ...]) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)
-    cluster = found.cluster
+    cluster = projection.cluster
     console.print(
-        f"[bold]{options.model}[/], {found.num_parameters / 1e9:.2f} B parameters, on {cluster.world_size} ranks, "
+        f"[bold]{options.model}[/], {projection.num_parameters / 1e9:.2f} B parameters, on {cluster.world_size} ranks, "
         f"{cluster.local_size} a node; {cluster.between_nodes} between nodes, {cluster.in_node} inside"
     )
-    console.print(plan_table(found.plan, f"the plan: {found.topology} gathers, bytes and seconds of one rank and step"))
-    console.print(_contenders(found))
+    title = f"the plan: {projection.topology} gathers, bytes and seconds of one rank and step"
+    console.print(plan_table(projection.plan, title))
+    console.print(_contenders(projection))
     for note in notes:
         console.print(f"- {note}", highlight=False, markup=False)
-    ours, stock = found.contenders[-1], found.contenders[0]
-    console.print(_verdict(found, stock, ours), style="bold", highlight=False)
+    ours, stock = projection.contenders[-1], projection.contenders[0]
+    console.print(_verdict(projection, stock, ours), style="bold", highlight=False)
 
 
-def _verdict(found: Forecast, stock: Contender, ours: Contender) -> str:
+def _verdict(projection: Forecast, stock: Contender, ours: Contender) -> str:
     if ours.slow_bytes == stock.slow_bytes:
         return "Nothing to gain here: every shard goes raw, as in stock FSDP2."
-    where = "inside the node" if found.cluster.num_nodes == 1 else "across nodes"
+    where = "inside the node" if projection.cluster.num_nodes == 1 else "across nodes"
     speed = stock.gather_seconds / ours.gather_seconds
     seconds = f"{speed:.2f}x fewer seconds" if speed >= 1 else f"{1 / speed:.2f}x MORE seconds"
     return (
@@ -175,23 +177,23 @@ def _verdict(found: Forecast, stock: Contender, ours: Contender) -> str:
     )
 
 
-def _contenders(found: Forecast) -> RichTable:
-    made = RichTable(
+def _contenders(projection: Forecast) -> RichTable:
+    table = RichTable(
         title="beside the others, one rank and step (seconds: of the links, without overlap; a projection)"
     )
-    made.add_column("")
+    table.add_column("")
     for heading in ("gathers GB", "across nodes GB", "gathers s", "reduce GB", "extra GiB"):
-        made.add_column(heading, justify="right")
-    made.add_column("scheme")
-    for one in found.contenders:
-        made.add_row(
-            one.name,
-            format_in(one.gather_bytes, "GB", 2),
-            format_in(one.slow_bytes, "GB", 2),
-            f"{one.gather_seconds:,.3f}",
-            format_in(one.reduce_bytes, "GB", 2),
-            format_in(one.extra_memory_bytes, "GiB", 2),
-            one.source,
-            style="bold" if one is found.contenders[-1] else None,
+        table.add_column(heading, justify="right")
+    table.add_column("scheme")
+    for contender in projection.contenders:
+        table.add_row(
+            contender.name,
+            format_in(contender.gather_bytes, "GB", 2),
+            format_in(contender.slow_bytes, "GB", 2),
+            f"{contender.gather_seconds:,.3f}",
+            format_in(contender.reduce_bytes, "GB", 2),
+            format_in(contender.extra_memory_bytes, "GiB", 2),
+            contender.source,
+            style="bold" if contender is projection.contenders[-1] else None,
         )
-    return made
+    return table

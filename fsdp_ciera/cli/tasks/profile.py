@@ -52,7 +52,7 @@ def run_profile(options: ProfileOptions) -> int:
 
 
 def profile_recipe(recipe: Recipe, options: ProfileOptions) -> Profile:
-    """One rank: trains and measures; rank 0 writes and shows. Collective; returns the same profile on all ranks."""
+    """Trains and measures as one rank; rank 0 writes and shows. Collective; returns the same profile on all ranks."""
     from fsdp_ciera.recipes.train import train
 
     watched: list[_Watch] = []
@@ -159,7 +159,7 @@ def rates_table_of(profile: Profile) -> Table:
 
 
 def codecs_table_of(profile: Profile) -> Table:
-    """What each codec sent of the parts that it was tried on. The least is bold."""
+    """Bits a value that each codec sent for the parts on which it was tried. The least are bold."""
     table = Table(title=f"bits a value that a first gather would send, {profile.dtype}")
     codecs = list(profile.rates[ALL].codec_bits)
     for heading in ("category", *codecs):
@@ -167,7 +167,9 @@ def codecs_table_of(profile: Profile) -> Table:
     for name, rates in _by_category(profile, table):
         least = min(rates.codec_bits.values(), default=0.0)
         bits = [rates.codec_bits.get(codec) for codec in codecs]
-        cells = ("" if one is None else f"[bold]{one:.2f}[/bold]" if one == least else f"{one:.2f}" for one in bits)
+        cells = (
+            "" if sent is None else f"[bold]{sent:.2f}[/bold]" if sent == least else f"{sent:.2f}" for sent in bits
+        )
         table.add_row(name.replace("_", " "), *cells)
     return table
 
@@ -180,7 +182,7 @@ def _by_category(profile: Profile, table: Table) -> Iterator[tuple[str, Rates]]:
 
 
 def cost_of(profile: Profile) -> str:
-    """One line: what looking cost."""
+    """One line of text: what the looks cost."""
     if profile.check_share is None or profile.check_seconds is None or profile.step_seconds is None:
         return "the cost of looking was not measured"
     derived = ", ".join(

@@ -1,4 +1,4 @@
-"""`ciera simulate`, from options to output: calibrate, validate, refuse or project, show."""
+"""Runs `ciera simulate`, from options to output: calibrate, validate, refuse or project, show."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from fsdp_ciera.simulator.modelled import ComputeCosts, ModelParameters
 from fsdp_ciera.simulator.network import Network, Place
 from fsdp_ciera.simulator.place import Machine
 from fsdp_ciera.simulator.project import (
-    Cluster,
-    Job,
     ModelJob,
     Point,
+    ProjectedJob,
+    SimulatedCluster,
     TraceJob,
     label_of,
     place_at,
@@ -33,20 +33,22 @@ from fsdp_ciera.simulator.project import (
     schedule,
 )
 from fsdp_ciera.simulator.report import STAMP, as_json
-from fsdp_ciera.simulator.runs import Run, Setting, load_run, load_trace
+from fsdp_ciera.simulator.runs import MeasuredRun, Setting, load_run, load_trace
 from fsdp_ciera.simulator.schemes import Assumptions
 from fsdp_ciera.simulator.validate import BAR, Predictor, Validation, validate
 from fsdp_ciera.units import format_share, parse_rate
 
 REFUSED = 3
-"""The exit code of a projection that nothing vouches for."""
+"""The exit code where no measured run vouches for the projection."""
 _WIDTH = 140
-"""Of tables that go to a file or pipe."""
+"""Characters in a line of a table that goes to a file or a pipe."""
 
 
 def run_simulate(options: SimulateOptions) -> int:
-    """Returns 0, or 3 where measured runs do not vouch for the projection. Raises the errors
-    of `fsdp_ciera.errors` that a command says in one line."""
+    """Runs the command. Returns 0, or 3 where measured runs do not vouch for the projection.
+
+    Raises errors of `fsdp_ciera.errors`, which the command line prints in one line.
+    """
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)
@@ -55,13 +57,13 @@ def run_simulate(options: SimulateOptions) -> int:
         raise SimulationError(
             "--validate needs --calibrate: folders with other rates or hosts to learn the constants from"
         )
-    calibrated = [load_run(folder) for folder in options.calibrate]
-    predictor = Predictor(calibrated) if calibrated else None
+    calibration_runs = [load_run(folder) for folder in options.calibrate]
+    predictor = Predictor(calibration_runs) if calibration_runs else None
     validation = Validation()
     if predictor is not None:
-        checked = [load_run(folder) for folder in options.validate]
-        _check_same_job([*calibrated, *checked])
-        validation = validate(predictor, checked)
+        validation_runs = [load_run(folder) for folder in options.validate]
+        _check_same_job([*calibration_runs, *validation_runs])
+        validation = validate(predictor, validation_runs)
         if options.save_calibration is not None:
             _write("--save-calibration", options.save_calibration, predictor.calibration.to_json())
     if not is_quiet and validation.checks:
@@ -70,26 +72,26 @@ def run_simulate(options: SimulateOptions) -> int:
     if is_unvalidated and not options.unvalidated:
         _refuse(validation)
         return REFUSED
-    job, cluster, given, notes = _prepare(options, predictor, calibrated)
+    job, cluster, assumptions, notes = _prepare(options, predictor, calibration_runs)
     keys = _keys(options, job)
-    points = project(job, cluster, options.world_sizes, keys, given)
+    points = project(job, cluster, options.world_sizes, keys, assumptions)
     notes = [validation.verdict(), *notes]
     if options.json_path is not None:
         calibration = None if predictor is None else predictor.calibration
-        made = as_json(points, validation, calibration, notes, is_unvalidated)
-        text = json.dumps(made, indent=2) + "\n"
+        report = as_json(points, validation, calibration, notes, is_unvalidated)
+        text = json.dumps(report, indent=2) + "\n"
         if is_quiet:
             print(text, end="")
         else:
             _write("--json", Path(options.json_path), text)
     if not is_quiet:
-        passed = {check.contender for check in validation.counted if abs(check.error) <= BAR}
-        _show(console, options, job, points, notes, is_unvalidated, sorted(passed))
-    _draw(options, job, cluster, given, points, is_unvalidated)
+        validated = {check.contender for check in validation.counted if abs(check.error) <= BAR}
+        _show(console, options, job, points, notes, is_unvalidated, sorted(validated))
+    _draw(options, job, cluster, assumptions, points, is_unvalidated)
     return 0
 
 
-def _check_same_job(runs: Sequence[Run]) -> None:
+def _check_same_job(runs: Sequence[MeasuredRun]) -> None:
     for run in runs[1:]:
         if run.job != runs[0].job:
             raise SimulationError(
@@ -112,11 +114,12 @@ def _refuse(validation: Validation) -> None:
 
 
 def _prepare(
-    options: SimulateOptions, predictor: Predictor | None, runs: Sequence[Run]
-) -> tuple[Job, Cluster, Assumptions, list[str]]:
-    """What is simulated where, and in words what that assumes."""
+    options: SimulateOptions, predictor: Predictor | None, runs: Sequence[MeasuredRun]
+) -> tuple[ProjectedJob, SimulatedCluster, Assumptions, list[str]]:
+    """Returns the job, the cluster, the assumptions, and notes that say in words what is assumed."""
     notes: list[str] = []
-    links = [_link("--between-nodes", options.between_nodes), _link("--in-node", options.in_node)]
+    between = _link("--between-nodes", options.between_nodes)
+    inside = _link("--in-node", options.in_node)
     is_stand = options.rate is not None
     is_serial = is_stand if options.schedule == "auto" else options.schedule == "serial"
     if options.model is not None:
@@ -126,24 +129,26 @@ def _prepare(
     if options.table is not None:
         table, table_notes = load_table(options.table), ()
     costs, costs_note = codec_costs(options.costs, CieraPolicy())
-    given = Assumptions(
+    assumptions = Assumptions(
         table=table,
         learning_rate=options.learning_rate,
         costs=costs,
-        between=links[0],
-        inside=links[1],
+        between=between,
+        inside=inside,
         overlap=not is_serial,
         budget=None if options.budget == "none" else options.budget,
         is_hierarchical=options.topology == "hierarchical",
     )
     if is_stand:
         job, cluster, stand_notes = _on_the_stand(options, predictor, is_serial)
-        rate = cluster.network(Place(world_size=2)).rate_bytes_per_second
-        given = replace(given, between=Link(0.0, min(rate, 1e12)), inside=Link(0.0, 1e12))
+        bytes_per_second = cluster.network(Place(world_size=2)).rate_bytes_per_second
+        assumptions = replace(assumptions, between=Link(0.0, min(bytes_per_second, 1e12)), inside=Link(0.0, 1e12))
         notes += stand_notes
     else:
-        network = Network.of_links(links[0], links[1], 1e-6 * options.hop_us, 1e-6 * options.in_node_hop_us)
-        cluster = Cluster(ranks_per_host=options.ranks_per_node, network=lambda _: network, is_serial=is_serial)
+        network = Network.of_links(between, inside, 1e-6 * options.hop_us, 1e-6 * options.in_node_hop_us)
+        cluster = SimulatedCluster(
+            ranks_per_host=options.ranks_per_node, network=lambda _: network, is_serial=is_serial
+        )
         job, job_notes = _job(options, runs)
         notes += [
             f"links: {network.label}; a hop {options.hop_us:g} us between nodes, "
@@ -159,12 +164,12 @@ def _prepare(
         notes.append("derived contenders: what nobody recorded follows from stock FSDP2's step; " + costs_note)
         notes += [f"change rates: {table.name} at a learning rate of {options.learning_rate:g}", *table_notes]
     notes.append("shards are cut evenly (FSDP2 pads: beyond some hundred ranks share parameters among fewer, HSDP)")
-    return job, cluster, given, notes
+    return job, cluster, assumptions, notes
 
 
 def _on_the_stand(
     options: SimulateOptions, predictor: Predictor | None, is_serial: bool
-) -> tuple[Job, Cluster, list[str]]:
+) -> tuple[ProjectedJob, SimulatedCluster, list[str]]:
     if predictor is None:
         raise SimulationError(
             "--rate is one of the measured stand: give --calibrate FOLDER, or --between-nodes instead"
@@ -172,30 +177,30 @@ def _on_the_stand(
     if options.model is not None:
         raise SimulationError("--rate goes with recorded traces; --model goes with --between-nodes and --in-node")
     assert options.rate is not None
-    rate = None if options.rate == "none" else parse_rate(options.rate)
-    known = predictor
+    bits_per_second = None if options.rate == "none" else parse_rate(options.rate)
+    stand = predictor
 
-    def at(key: str, place: Place) -> Trace | None:
-        setting = Setting(hosts=place.hosts, ranks_per_host=place.ranks_per_host, rate_bits_per_second=rate)
-        return known.trace_for(key, setting)
+    def step_at(key: str, place: Place) -> Trace | None:
+        setting = Setting(hosts=place.hosts, ranks_per_host=place.ranks_per_host, rate_bits_per_second=bits_per_second)
+        return stand.trace_for(key, setting)
 
     def correct(key: str, place: Place, own_seconds: float, network_seconds: float) -> float:
-        correction = known.calibration.correction_of(key, place)
+        correction = stand.calibration.correction_of(key, place)
         return own_seconds + correction.network_scale * network_seconds + correction.rest_seconds
 
-    traces = {trace.contender: trace for trace in known.traces}
-    job = TraceJob(list(traces.values()), known.calibration.machine, at=at)
-    cluster = Cluster(
+    traces = {trace.contender: trace for trace in stand.traces}
+    job = TraceJob(list(traces.values()), stand.calibration.machine, step_at=step_at)
+    cluster = SimulatedCluster(
         ranks_per_host=options.ranks_per_node,
-        network=lambda place: known.calibration.network(rate, place),
+        network=lambda place: stand.calibration.network(bits_per_second, place),
         is_serial=is_serial,
         correct=correct if is_serial else None,
     )
-    cores = known.calibration.num_cores
-    return job, cluster, [f"the measured stand at {options.rate}: its ranks share {cores} cores"]
+    num_cores = stand.calibration.num_cores
+    return job, cluster, [f"the measured stand at {options.rate}: its ranks share {num_cores} cores"]
 
 
-def _job(options: SimulateOptions, runs: Sequence[Run]) -> tuple[Job, list[str]]:
+def _job(options: SimulateOptions, runs: Sequence[MeasuredRun]) -> tuple[ProjectedJob, list[str]]:
     if options.model is not None:
         if options.traces:
             raise SimulationError("--model and traces are both there: give one of them")
@@ -219,31 +224,31 @@ def _job(options: SimulateOptions, runs: Sequence[Run]) -> tuple[Job, list[str]]
     return job, [f"compute: as recorded, without sharing cores, {options.speedup:g} times as fast"]
 
 
-def _keys(options: SimulateOptions, job: Job) -> list[str]:
-    known = job.keys()
+def _keys(options: SimulateOptions, job: ProjectedJob) -> list[str]:
+    known_keys = job.keys()
     if not options.contenders:
-        return known
-    unknown = [key for key in options.contenders if key not in known]
-    if unknown:
-        raise SimulationError(f"contender {unknown[0]!r} is not known here, allowed: {', '.join(known)}")
-    return [key for key in known if key == "fsdp2" or key in options.contenders]
+        return known_keys
+    unknown_keys = [key for key in options.contenders if key not in known_keys]
+    if unknown_keys:
+        raise SimulationError(f"contender {unknown_keys[0]!r} is not known here, allowed: {', '.join(known_keys)}")
+    return [key for key in known_keys if key == "fsdp2" or key in options.contenders]
 
 
 def _show(
     console: Console,
     options: SimulateOptions,
-    job: Job,
+    job: ProjectedJob,
     points: Sequence[Point],
     notes: Sequence[str],
     is_unvalidated: bool,
     validated: Sequence[str],
 ) -> None:
     sizes = list(dict.fromkeys(point.world_size for point in points))
-    most = 5  # columns that fit
-    for start in range(0, len(sizes), most):
-        shown = sizes[start : start + most]
-        part = [point for point in points if point.world_size in shown]
-        console.print(projection_table(job.name, _where(options), part, is_unvalidated, validated))
+    max_columns = 5  # that fit
+    for start in range(0, len(sizes), max_columns):
+        shown_sizes = sizes[start : start + max_columns]
+        shown_points = [point for point in points if point.world_size in shown_sizes]
+        console.print(projection_table(job.name, _where(options), shown_points, is_unvalidated, validated))
     for note in notes:
         console.print(f"- {note}", highlight=False, markup=False)
     if is_unvalidated:
@@ -257,19 +262,19 @@ def _where(options: SimulateOptions) -> str:
 
 def _draw(
     options: SimulateOptions,
-    job: Job,
-    cluster: Cluster,
-    given: Assumptions,
+    job: ProjectedJob,
+    cluster: SimulatedCluster,
+    assumptions: Assumptions,
     points: Sequence[Point],
     is_unvalidated: bool,
 ) -> None:
     try:
         if options.plot is not None:
-            several = [size for size in options.world_sizes if size > options.ranks_per_node]
-            size = options.plot_gpus or min(several or [max(options.world_sizes)])
+            multi_node_sizes = [size for size in options.world_sizes if size > options.ranks_per_node]
+            size = options.plot_gpus or min(multi_node_sizes or [max(options.world_sizes)])
             place = place_at(size, options.ranks_per_node)
             title = f"one step of {job.name}, on {size:,} ranks, {_where(options)}"
-            draw_timeline(title, _panels(options, job, cluster, given, place), options.plot, is_unvalidated)
+            draw_timeline(title, _panels(options, job, cluster, assumptions, place), options.plot, is_unvalidated)
         if options.plot_projection is not None:
             title = f"projection of {job.name}, {_where(options)}"
             draw_projection(title, points, options.plot_projection, is_unvalidated)
@@ -279,15 +284,18 @@ def _draw(
         raise CieraFileError(f"--plot: {error.filename!r} cannot be written: {error.strerror}") from None
 
 
-def _panels(options: SimulateOptions, job: Job, cluster: Cluster, given: Assumptions, place: Place) -> list[Panel]:
+def _panels(
+    options: SimulateOptions, job: ProjectedJob, cluster: SimulatedCluster, assumptions: Assumptions, place: Place
+) -> list[Panel]:
     keys = dict.fromkeys(("fsdp2", *_keys(replace(options, contenders=(options.plot_contender,)), job)))
-    made = []
+    panels = []
     for key in keys:
         for is_serial in (True, False):
-            its_given = replace(given, overlap=not is_serial)
-            _, found, _ = schedule(job, replace(cluster, is_serial=is_serial), place, key, its_given)
-            made.append(Panel(f"{label_of(key)}, {'serial' if is_serial else 'overlapped'}", found))
-    return made
+            panel_cluster = replace(cluster, is_serial=is_serial)
+            panel_assumptions = replace(assumptions, overlap=not is_serial)
+            _, step_schedule, _ = schedule(job, panel_cluster, place, key, panel_assumptions)
+            panels.append(Panel(f"{label_of(key)}, {'serial' if is_serial else 'overlapped'}", step_schedule))
+    return panels
 
 
 def _link(option: str, text: str) -> Link:
