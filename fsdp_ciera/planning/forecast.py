@@ -79,7 +79,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contender:
+class ForecastRow:
     """One way to train: what a rank sends in an optimizer step, and what it holds beyond plain FSDP2's memory."""
 
     name: str
@@ -106,7 +106,7 @@ class Forecast:
     num_parameters: int
     topology: str
     plan: Plan
-    contenders: tuple[Contender, ...]
+    contenders: tuple[ForecastRow, ...]
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def forecast(
         seconds = _planned_seconds(shapes, plan, topology_policy, cluster, conditions)
         candidates.append((seconds, topology, shapes, plan))
     seconds, topology, shapes, plan = min(candidates, key=lambda candidate: candidate[0])
-    ours = Contender(
+    ours = ForecastRow(
         name="fsdp_ciera",
         gather_bytes=plan.wire_bytes,
         slow_bytes=(plan.wire_bytes - plan.in_node_bytes) / (cluster.ring_share if topology == "flat" else 1),
@@ -247,7 +247,7 @@ def _others(
     cluster: Cluster,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
-) -> list[Contender]:
+) -> list[ForecastRow]:
     """The contenders besides fsdp_ciera, as their publications describe them.
 
     ZeRO-3 (Rajbhandari et al. 2020, section 7): two gathers and a reduce-scatter in 16 bits of every micro-batch. ZeRO++ (Wang
@@ -271,7 +271,7 @@ def _others(
     second_copy_bytes = num_values * world_size / local_size * item_bytes
     in_node_bytes = (local_size - 1) * second_copy_bytes
     return [
-        Contender(
+        ForecastRow(
             name="FSDP2",
             gather_bytes=2 * micro_batches * gathered_bytes,
             slow_bytes=2 * micro_batches * gathered_bytes / ring_share,
@@ -281,7 +281,7 @@ def _others(
             is_lossless=True,
             source="reshard_after_forward=True",
         ),
-        Contender(
+        ForecastRow(
             name="FSDP2, no reshard",
             gather_bytes=micro_batches * gathered_bytes,
             slow_bytes=micro_batches * gathered_bytes / ring_share,
@@ -291,7 +291,7 @@ def _others(
             is_lossless=True,
             source="reshard_after_forward=False",
         ),
-        Contender(
+        ForecastRow(
             name="ZeRO-3",
             gather_bytes=2 * micro_batches * gathered_bytes,
             slow_bytes=2 * micro_batches * gathered_bytes / ring_share,
@@ -301,7 +301,7 @@ def _others(
             is_lossless=True,
             source="16 bits, gradients too",
         ),
-        Contender(
+        ForecastRow(
             name="ZeRO++ (lossy)",
             gather_bytes=micro_batches * (peers * num_values + in_node_bytes),
             slow_bytes=micro_batches

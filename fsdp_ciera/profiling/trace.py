@@ -19,7 +19,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class TracedGroup:
     """One FSDP2 parameter group."""
 
     name: str
@@ -67,7 +67,7 @@ class Trace:
     num_parameters: int
     iteration_seconds: tuple[float, ...]
     """Wall-clock seconds of the recorded steps."""
-    groups: tuple[Group, ...]
+    groups: tuple[TracedGroup, ...]
     events: tuple[Event, ...]
 
     def to_json(self) -> str:
@@ -80,7 +80,7 @@ class Trace:
         fields: dict[str, Any] = json.loads(text)
         if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
             raise ValueError(f"not a trace of format {FORMAT}: record it again")
-        param_groups = tuple(Group(**param_group) for param_group in fields.pop("groups"))
+        param_groups = tuple(TracedGroup(**param_group) for param_group in fields.pop("groups"))
         events = tuple(map(_event, fields.pop("events")))
         seconds = tuple(fields.pop("iteration_seconds"))
         return cls(groups=param_groups, events=events, iteration_seconds=seconds, **fields)

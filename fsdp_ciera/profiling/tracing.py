@@ -16,7 +16,7 @@ from fsdp_ciera._compat import (
     param_names_and_sizes,
 )
 from fsdp_ciera.profiling.instruments import Recorded
-from fsdp_ciera.profiling.trace import Event, Group, Trace
+from fsdp_ciera.profiling.trace import Event, Trace, TracedGroup
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ def param_groups_of(model: nn.Module) -> list[FSDPParamGroup]:
     return [param_group for module in modules for param_group in param_groups(module)]
 
 
-def describe_param_groups(model_param_groups: Sequence[FSDPParamGroup]) -> tuple[Group, ...]:
+def describe_param_groups(model_param_groups: Sequence[FSDPParamGroup]) -> tuple[TracedGroup, ...]:
     """Name and values per rank of each parameter group. Call it after a first forward."""
     described = []
     for param_group in model_param_groups:
         name, _, sizes = param_names_and_sizes(param_group, gather_dtype(param_group))
-        described.append(Group(name=name or "(root)", values_per_rank=sum(sizes)))
+        described.append(TracedGroup(name=name or "(root)", values_per_rank=sum(sizes)))
     return tuple(described)
 
 

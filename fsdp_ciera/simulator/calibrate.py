@@ -27,7 +27,7 @@ from fsdp_ciera.profiling.trace import Trace
 from fsdp_ciera.simulator.fit import fit_robust
 from fsdp_ciera.simulator.network import Network, Place, Wire, hops, sent_bytes
 from fsdp_ciera.simulator.place import COLLECTIVES, Machine, hierarchical_param_groups, place_of, ring_of
-from fsdp_ciera.simulator.runs import MeasuredRun, Setting
+from fsdp_ciera.simulator.runs import MeasuredRun, RunSetting
 
 FORMAT = 1
 _NOISE_SECONDS, _NOISE_SHARE = 0.005, 0.05
@@ -88,7 +88,7 @@ class Correction:
 class Calibration:
     """The constants that were fitted, and the settings of the runs that they were fitted to."""
 
-    settings: tuple[Setting, ...]
+    settings: tuple[RunSetting, ...]
     num_cores: int
     contention: float
     between: Mapping[str, Constants]
@@ -151,7 +151,7 @@ class Calibration:
             read: dict[str, Any] = json.loads(text)
             if read.pop("format", None) != FORMAT:
                 raise SimulationError(f"this is no calibration of format {FORMAT}: calibrate again")
-            settings = tuple(Setting(**fields) for fields in read.pop("settings"))
+            settings = tuple(RunSetting(**fields) for fields in read.pop("settings"))
             between, inside = (
                 {kind: Constants(**fields) for kind, fields in read.pop(name).items()} for name in ("between", "inside")
             )

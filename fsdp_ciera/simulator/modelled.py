@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_ciera.planning.future import future_shapes
 from fsdp_ciera.policies.categories import categorize
 from fsdp_ciera.policy import CieraPolicy
-from fsdp_ciera.profiling.trace import Event, Group, Trace
+from fsdp_ciera.profiling.trace import Event, Trace, TracedGroup
 from fsdp_ciera.simulator.network import Place
 
 _ADAMW_BYTES = 28
@@ -85,7 +85,7 @@ def expert_share(model: nn.Module) -> float:
 def stock_step(model: ModelParameters, place: Place, costs: ComputeCosts, reduce_item_bytes: int) -> Trace:
     """Returns stock FSDP2's step at `place` with bf16 gathers. Its collectives have 0 seconds until a network prices them."""
     param_groups = tuple(
-        Group(name=_param_group_name(names, index), values_per_rank=-(-sum(sizes) // place.world_size))
+        TracedGroup(name=_param_group_name(names, index), values_per_rank=-(-sum(sizes) // place.world_size))
         for index, (names, sizes) in enumerate(model.groups)
     )
     return Trace(
@@ -105,7 +105,11 @@ def stock_step(model: ModelParameters, place: Place, costs: ComputeCosts, reduce
 
 
 def _events(
-    model: ModelParameters, param_groups: tuple[Group, ...], place: Place, costs: ComputeCosts, reduce_item_bytes: int
+    model: ModelParameters,
+    param_groups: tuple[TracedGroup, ...],
+    place: Place,
+    costs: ComputeCosts,
+    reduce_item_bytes: int,
 ) -> Iterator[Event]:
     def gather(index: int, phase: str) -> Iterator[Event]:
         if place.world_size > 1:

@@ -15,7 +15,7 @@ from fsdp_ciera.units import format_rate, parse_rate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class RunSetting:
     """The hosts and the rate of a run. Runs with the same setting cannot vouch for one another."""
 
     hosts: int
@@ -37,7 +37,7 @@ class MeasuredRun:
     """The settings, iteration times and traces in one output folder of `ciera bench e2e`."""
 
     folder: Path
-    setting: Setting
+    setting: RunSetting
     job: str
     """What was trained, in words. Runs of different jobs say nothing about one another."""
     num_cores: int
@@ -66,7 +66,7 @@ def load_run(folder: Path) -> MeasuredRun:
     }
     return MeasuredRun(
         folder=folder,
-        setting=Setting(
+        setting=RunSetting(
             hosts=setting.hosts,
             ranks_per_host=setting.ranks_per_host,
             rate_bits_per_second=None if setting.rate is None else parse_rate(setting.rate),
@@ -90,9 +90,9 @@ def load_trace(path: Path) -> Trace:
         raise SimulationError(f"{str(path)!r} is no trace: {error}") from None
 
 
-def setting_of(trace: Trace) -> Setting:
+def setting_of(trace: Trace) -> RunSetting:
     """Returns the hosts and the rate with which a trace was recorded."""
-    return Setting(
+    return RunSetting(
         hosts=-(-trace.world_size // trace.ranks_per_host),
         ranks_per_host=trace.ranks_per_host,
         rate_bits_per_second=trace.rate_bits_per_second,

@@ -17,7 +17,7 @@ from fsdp_ciera.simulator.engine import simulate
 from fsdp_ciera.simulator.graph import build, priced
 from fsdp_ciera.simulator.network import Place
 from fsdp_ciera.simulator.place import COLLECTIVES, move
-from fsdp_ciera.simulator.runs import MeasuredRun, Setting, setting_of
+from fsdp_ciera.simulator.runs import MeasuredRun, RunSetting, setting_of
 from fsdp_ciera.simulator.schemes import BY_KEY, derive
 from fsdp_ciera.units import format_share
 
@@ -30,7 +30,7 @@ class Check:
     """One contender in one measured setting."""
 
     contender: str
-    setting: Setting
+    setting: RunSetting
     predicted_seconds: float
     measured_seconds: float
     """The median seconds of its iterations."""
@@ -96,7 +96,7 @@ class Predictor:
         self.calibration: Calibration = calibrate(runs)
         self.calibration = with_corrections(self.calibration, list(self._samples()))
 
-    def trace_for(self, contender: str, setting: Setting) -> Trace | None:
+    def trace_for(self, contender: str, setting: RunSetting) -> Trace | None:
         """Returns a contender's step in a setting, before a network prices its collectives; `None` where no calibration run
         gives one."""
         traces = [trace for trace in self.traces if trace.contender == contender]
@@ -114,7 +114,7 @@ class Predictor:
         machine = self.calibration.machine
         return replace(move(typical, place, machine, machine), rate_bits_per_second=setting.rate_bits_per_second)
 
-    def _derived(self, contender: str, setting: Setting) -> Trace | None:
+    def _derived(self, contender: str, setting: RunSetting) -> Trace | None:
         """Derives the step of a contender that was measured but not recorded (DeepSpeed): stock FSDP2's with its own bytes."""
         was_measured = any(contender in run.medians for run in self._runs)
         if not was_measured or contender not in BY_KEY or BY_KEY[contender].needs_costs or contender == "fsdp2":
@@ -122,7 +122,7 @@ class Predictor:
         stock = self.trace_for("fsdp2", setting)
         return None if stock is None else derive(stock, BY_KEY[contender], (), setting.place, None)
 
-    def predict(self, contender: str, setting: Setting) -> float | None:
+    def predict(self, contender: str, setting: RunSetting) -> float | None:
         """Predicts the seconds of a contender's median iteration; `None` where `trace_for` finds no step."""
         parts = self._parts(contender, setting)
         if parts is None:
@@ -131,7 +131,7 @@ class Predictor:
         correction = self.calibration.correction_of(contender, setting.place)
         return own_seconds + correction.network_scale * network_seconds + correction.rest_seconds
 
-    def _parts(self, contender: str, setting: Setting) -> tuple[float, float] | None:
+    def _parts(self, contender: str, setting: RunSetting) -> tuple[float, float] | None:
         """Returns the seconds of a contender's own work and of its collectives: together, a serial schedule."""
         trace = self.trace_for(contender, setting)
         if trace is None:
@@ -184,7 +184,7 @@ def _typical(traces: Sequence[Trace]) -> Trace:
     return replace(first, events=tuple(events))
 
 
-def _distance(trace: Trace, setting: Setting) -> float:
+def _distance(trace: Trace, setting: RunSetting) -> float:
     """Returns how far the rate of a trace is from that of the setting: the absolute logarithm of their ratio."""
     rates = [1e12 if rate is None else rate for rate in (trace.rate_bits_per_second, setting.rate_bits_per_second)]
     return abs(log(rates[0] / rates[1]))

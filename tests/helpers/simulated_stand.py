@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdp_ciera.bench.results import Measured, Results, Setting, Step
-from fsdp_ciera.profiling.trace import Event, Group, Trace
+from fsdp_ciera.profiling.trace import Event, Trace, TracedGroup
 
 LAYERS = 4
 CORES = 2
@@ -91,7 +91,7 @@ def record(planted: Planted, contender: str, hosts: int, rate_bits: float | None
         reduce_item_bytes=2,
         num_parameters=VALUES,
         iteration_seconds=(total,),
-        groups=tuple(Group(name=f"layers.{number}", values_per_rank=shard_values) for number in range(LAYERS)),
+        groups=tuple(TracedGroup(name=f"layers.{number}", values_per_rank=shard_values) for number in range(LAYERS)),
         events=tuple(events),
     )
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_ciera.errors import SimulationError
-from fsdp_ciera.profiling.trace import Event, Group, Trace
+from fsdp_ciera.profiling.trace import Event, Trace, TracedGroup
 from fsdp_ciera.simulator.engine import Node, simulate
 from fsdp_ciera.simulator.graph import build, priced
 from fsdp_ciera.simulator.network import Network, Wire
@@ -55,7 +55,8 @@ def step(num_groups: int, *, coded: bool = False, world_size: int = 2, repeats_h
     return Trace(
         contender="fsdp2", world_size=world_size, ranks_per_host=1, num_cores=0, rate_bits_per_second=None, is_serial=False,
         item_bytes=1, reduce_item_bytes=2, num_parameters=1, iteration_seconds=(),
-        groups=tuple(Group(name=f"layers.{group}", values_per_rank=3) for group in range(num_groups)), events=tuple(events),
+        groups=tuple(TracedGroup(name=f"layers.{group}", values_per_rank=3) for group in range(num_groups)),
+        events=tuple(events),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from fsdp_ciera.cli.figures.plan import draw_plan
 from fsdp_ciera.cli.plan import PlanOptions
 from fsdp_ciera.cli.tables.library import plan_table
 from fsdp_ciera.errors import CieraFileError, MissingPackageError, UnitError
-from fsdp_ciera.planning.forecast import Cluster, Contender, Forecast, forecast
+from fsdp_ciera.planning.forecast import Cluster, Forecast, ForecastRow, forecast
 from fsdp_ciera.planning.measure import measure_costs
 from fsdp_ciera.policies.costs import CodecCost
 from fsdp_ciera.policies.links import Link, parse_link
@@ -166,7 +166,7 @@ def _show(options: PlanOptions, projection: Forecast, notes: tuple[str, ...]) ->
     console.print(_verdict(projection, stock, ours), style="bold", highlight=False)
 
 
-def _verdict(projection: Forecast, stock: Contender, ours: Contender) -> str:
+def _verdict(projection: Forecast, stock: ForecastRow, ours: ForecastRow) -> str:
     if ours.slow_bytes == stock.slow_bytes:
         return "Nothing to gain here: every shard goes raw, as in stock FSDP2."
     where = "inside the node" if projection.cluster.num_nodes == 1 else "across nodes"

@@ -33,7 +33,7 @@ from fsdp_ciera.simulator.project import (
     schedule,
 )
 from fsdp_ciera.simulator.report import STAMP, as_json
-from fsdp_ciera.simulator.runs import MeasuredRun, Setting, load_run, load_trace
+from fsdp_ciera.simulator.runs import MeasuredRun, RunSetting, load_run, load_trace
 from fsdp_ciera.simulator.schemes import Assumptions
 from fsdp_ciera.simulator.validate import BAR, Predictor, Validation, validate
 from fsdp_ciera.units import format_share, parse_rate
@@ -181,7 +181,9 @@ def _on_the_stand(
     stand = predictor
 
     def step_at(key: str, place: Place) -> Trace | None:
-        setting = Setting(hosts=place.hosts, ranks_per_host=place.ranks_per_host, rate_bits_per_second=bits_per_second)
+        setting = RunSetting(
+            hosts=place.hosts, ranks_per_host=place.ranks_per_host, rate_bits_per_second=bits_per_second
+        )
         return stand.trace_for(key, setting)
 
     def correct(key: str, place: Place, own_seconds: float, network_seconds: float) -> float:
