@@ -27,8 +27,9 @@ from typing import Any
 from fsdp_ciera.errors import RankFailure
 from fsdp_ciera.processes import free_port, meeting_point, rank_environment
 
-PRELOADED = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.optim", "fsdp_ciera.api"]
-"""Modules that all ranks need; imported once, in the server that ranks are forked from."""
+PRELOADED = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.optim", "fsdp_ciera.api",
+             "fsdp_ciera.testing.frozen"]  # fmt: skip
+"""Modules that all ranks need; imported once, in the server that ranks are forked from. The last one freezes the others."""
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)
