@@ -187,7 +187,8 @@ def check_counts(report: CieraStats, policy: CieraPolicy, group: Group) -> None:
     assert report.cache_bytes <= sum(plan.cache_bytes for plan in report.plans)
     if policy.cache_budget == BUDGET_BYTES:
         assert report.cache_bytes <= BUDGET_BYTES
-        may_be_none = any(plan.step and not plan.cache_bytes for plan in report.plans)  # renewed, to codecs without caches
+        # a plan that was renewed may have codecs without caches only
+        may_be_none = any(plan.step and not plan.cache_bytes for plan in report.plans)
         assert is_raw or may_be_none or report.cache_bytes > 0
 
 
