@@ -12,8 +12,8 @@ BENCH_ARGS ?=
 demo: $(STAMP)
 	$(BIN)/ciera demo $(DEMO_ARGS)
 
-# What CI runs: a cover of the combinations, of tests of many alike a third (another one every day, by the seed that is
-# printed), and the interpreter's lane only where kernels changed.
+# What CI runs: a cover of the combinations, of tests of many alike and of slow ones a third (another one every day, by
+# the seed that is printed), and the interpreter's lane only where kernels changed.
 test: $(STAMP) lint typecheck
 	$(BIN)/python -m pytest -n 2 --dist loadfile --share 3 tests/unit tests/kernels tests/recipes tests/gpu $(PYTEST_ARGS)
 	$(BIN)/python -m pytest --share 3 tests/ranks $(PYTEST_ARGS)

@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "rotating: one of many alike; `make test` runs a share of them, another one every day"
+        "markers", "rotating: one of many alike, or slow; `make test` runs a share of them, another one every day"
     )
     if config.option.seed is None:
         config.option.seed = datetime.date.today().toordinal()

@@ -193,12 +193,14 @@ def test_a_turn_that_dies_is_told_apart_from_one_that_raises(tmp_path: Path) -> 
     assert json.loads((tmp_path / "stopped.json").read_text()) == {"failure": STOPPED}
 
 
+@pytest.mark.rotating
 def test_a_turn_that_takes_too_long_is_stopped(job: JobModel) -> None:
     options = RunOptions(hosts=2, rate=None, loopback=True, rounds=1, turn_seconds=0.1)
     results, _ = measure_contenders(options, job, [CONTENDERS["fsdp2"]])
     assert results.measured[0].failure == STOPPED
 
 
+@pytest.mark.rotating
 def test_interfaces_count_what_is_counted(job: JobModel) -> None:
     try:
         with NetnsCluster(1):
@@ -250,6 +252,7 @@ def test_without_root_the_loopback_is_named(
     assert "network namespaces need root" in error and "--loopback needs no root" in error
 
 
+@pytest.mark.rotating
 def test_an_interrupted_run_leaves_no_rank_behind(job: JobModel, tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; from fsdp_ciera.cli.main import main; sys.exit(main())"]
     command += ["bench", "e2e", "--loopback", "--hosts", "2", "--out", str(tmp_path / "out"), "--contenders", "fsdp2"]

@@ -55,6 +55,7 @@ def start_sleeper() -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.rotating
 def test_counted_bytes_equal_those_of_the_interface(namespaces: None, tmp_path: Path) -> None:
     figures_file = tmp_path / "figures.json"
     argv = [sys.executable, str(BENCHMARKS / "interface_bytes.py"), "--hosts", "4", "--json", str(figures_file)]

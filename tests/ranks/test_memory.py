@@ -298,6 +298,7 @@ def estimate_mixtral() -> None:
     print(json.dumps([num_values, estimate.to_dict(), seconds, built - start, growth, dist.is_initialized()]))
 
 
+@pytest.mark.rotating
 def test_a_full_size_mixtral_is_estimated_without_its_memory() -> None:
     pytest.importorskip("transformers")
     num_values, estimate, seconds, _, growth_bytes, has_group = json.loads(run_here("estimate_mixtral"))
@@ -428,6 +429,7 @@ def estimate_blocks(num_blocks: int, codec: str) -> MemoryEstimate:
         return estimate_memory(build_blocks(num_blocks), CieraPolicy(codecs=(codec,)), 2, mp_policy=BF16)
 
 
+@pytest.mark.rotating
 @needs_linux
 def test_a_run_takes_its_caches_and_no_more_than_one_group_besides() -> None:
     """Stock FSDP2 peaks where gradients are complete. Caches come on top of that and must show, else nothing is measured;
@@ -441,6 +443,7 @@ def test_a_run_takes_its_caches_and_no_more_than_one_group_besides() -> None:
         assert 0.8 * kept_bytes < more_bytes <= kept_bytes + estimate.gathered_bytes
 
 
+@pytest.mark.rotating
 @needs_linux
 def test_a_gather_keeps_its_caches_and_takes_no_more_in_passing_than_was_estimated() -> None:
     """Between steps nothing is held but caches and outputs. A full gather of random bf16 weights has payloads of two

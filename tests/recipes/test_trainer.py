@@ -202,6 +202,7 @@ def test_model_that_transformers_does_not_know(folder: Path, runs: dict[str, lis
     assert names[0] == names[1] and "model.layers.1.mlp.experts.7.down_proj.weight" in names[0]
 
 
+@pytest.mark.rotating
 def test_layouts_of_four_ranks(folder: Path) -> None:
     """HSDP, partial resharding and tied embeddings, against plain sharding over four ranks."""
     base = variant(BASE, model__folder=str(folder / "tied"), data__files=str(folder / "t.txt"), train__steps=2)
@@ -519,6 +520,7 @@ def test_finetune_command(folder: Path, tmp_path: Path) -> None:
     assert f"loss {lines[0]['loss']:.4f}" in shown[0]
 
 
+@pytest.mark.rotating
 def test_finetune_command_reports_what_only_the_ranks_can_see(folder: Path, tmp_path: Path) -> None:
     done = ciera("finetune", str(recipe_file(folder, tmp_path)), "--set", "train.micro_batch_size=5000")
     assert done.returncode == 2
