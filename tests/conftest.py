@@ -14,6 +14,7 @@ import signal
 import pytest
 
 import kernel_digest
+from leave_out import leave_out
 
 # A shell's background job starts with SIGINT ignored, and so would every process that the tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,10 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     share = 1 if config.option.everything else config.option.share
     rotating = [item for item in items if item.get_closest_marker("rotating")]
     left_out = [item for index, item in enumerate(rotating) if (index + config.option.seed) % share]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        names = {id(item) for item in left_out}
-        items[:] = [item for item in items if id(item) not in names]
+    leave_out(config, items, left_out)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

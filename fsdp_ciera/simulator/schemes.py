@@ -22,7 +22,7 @@ from fsdp_ciera.planning.choose import make_plan
 from fsdp_ciera.planning.forecast import Cluster
 from fsdp_ciera.planning.plan import Conditions
 from fsdp_ciera.planning.shapes import GroupShape, spans_of
-from fsdp_ciera.policies.costs import CodecCost, change_of
+from fsdp_ciera.policies.costs import CodecCost, StageCost, change_of
 from fsdp_ciera.policies.links import Link
 from fsdp_ciera.policies.payloads import Payload, expected_payload
 from fsdp_ciera.policies.tables import Table, rates_for
@@ -273,20 +273,22 @@ def _our_gathers(
     ]
 
 
+def _stages_of(cost: CodecCost) -> tuple[StageCost, StageCost, StageCost]:
+    return cost.hash, cost.cmp, cost.decmp
+
+
 def _gathers_of(shape: GroupShape, codecs: Sequence[str], assumptions: Assumptions) -> tuple[_Gather, _Gather]:
     """Returns the first gather of a param group after a change of the weights, and a repeat of it."""
     (span,) = shape.spans
     num_peers = span.cut.num_nodes - 1
     _, layout = next(shape.layouts(codecs))
+    costs = [assumptions.costs.get(run.codec, CodecCost()) for run in layout.runs]
+    once_a_gather = [
+        max(cost.per_gather for cost in of_stage) for of_stage in zip(*map(_stages_of, costs), strict=True)
+    ]
     gathers = []
     for is_repeat in (False, True):
-        costs = [assumptions.costs.get(codec, CodecCost()) for codec in dict.fromkeys(run.codec for run in layout.runs)]
-        stages = [
-            max(cost.hash.per_gather for cost in costs),
-            max(cost.cmp.per_gather for cost in costs),
-            max(cost.decmp.per_gather for cost in costs),
-        ]
-        payload_bytes = 0.0
+        stages, payload_bytes = list(once_a_gather), 0.0
         for run in layout.runs:
             codec = run.codec if CODECS[run.codec].supports(shape.dtype) else "raw"
             cost = assumptions.costs.get(codec, CodecCost())

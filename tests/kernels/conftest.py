@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kernel_digest
+from leave_out import leave_out
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -19,7 +20,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item for item in items if item.path.name in kernel_digest.LANE or item.get_closest_marker("kernels_only")
     ]
     left_out = [item for item in in_lane if item.path.name not in asked_for]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        names = {id(item) for item in left_out}
-        items[:] = [item for item in items if id(item) not in names]
+    leave_out(config, items, left_out)

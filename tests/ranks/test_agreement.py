@@ -298,6 +298,10 @@ def test_unshard_between_passes() -> None:
 # What an agreement concludes, from the table alone
 
 
+def always(shard: torch.Tensor) -> Callable[[Channel], torch.Tensor]:
+    return lambda _: shard
+
+
 def concluded(prepare: Callable[[list[Channel]], None], shards: torch.Tensor) -> tuple[Any, ...]:
     """Three ranks announce their shards after a first gather and `prepare` -> what is settled, as (kind, is raw), or the
     error."""
@@ -308,7 +312,7 @@ def concluded(prepare: Callable[[list[Channel]], None], shards: torch.Tensor) ->
     prepare(loop.channels)
     failures: list[dict[int, Exception]] = [{} for _ in range(3)]
     rows = [
-        agreement._row_of(channel, lambda its, shard=shard: shard, failed, 0)  # type: ignore[misc]
+        agreement._row_of(channel, always(shard), failed, 0)
         for channel, shard, failed in zip(loop.channels, shards, failures, strict=True)
     ]
     row = agreement._Row(*torch.stack(rows).max(dim=0).values.tolist())
